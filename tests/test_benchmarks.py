@@ -16,7 +16,12 @@ TINY = ["--layers=1", "--vocabulary=200", "--repeats=1"]
 TRAINED = "--only train --subjects uncompressed --seeds=1 --rates=2e-3 --width=32 --layers=1 --context=16 --batch=2 --windows=8 --timed-steps=2"
 #: What is run → its options, where its rows are, how many there are, and the fields of each.
 BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
-    "auto.py": (["--steps=20"], "rows", 157, "methods model trace steps to_best to_plain holds"),
+    "auto.py": (
+        ["--steps=20", "--seeds=1"],
+        "rows",
+        157,
+        "methods model trace steps to_best to_plain holds",
+    ),
     "buckets.py": (
         [*TINY, "--layers=0", "--sizes", "0.25", "--picture="],
         "rows",

@@ -113,6 +113,35 @@ def test_any_constant_link(ratios: list[float], noise: float, seed: int) -> None
     assert methods[:5] == [0] * 5
 
 
+def noisy(trace: np.ndarray, seed: int, noise: float) -> list[list[float]]:
+    """And some steps take far longer, as on a machine that others use too."""
+    rng = np.random.default_rng(seed)
+    trace = trace * np.exp(rng.normal(0, noise, trace.shape))
+    hiccups = np.where(rng.random(trace.shape) < 0.05, 1 + rng.exponential(1.0, trace.shape), 1)
+    found: list[list[float]] = (trace * (hiccups if noise else 1)).tolist()
+    return found
+
+
+@pytest.mark.parametrize(("noise", "most"), [(0.0, 40), (0.1, 80), (0.2, 120)])
+def test_a_link_that_becomes_slow_is_left_soon_whatever_goes_on(noise: float, most: int) -> None:
+    """In a trial too, and where noise was taken for other networks before."""
+    for when in range(300, 360):
+        trace = noisy(becomes((0.085, 0.1, 0.09), (1.3, 0.35, 0.66), when)[:900], when, noise)
+        chooser = Chooser(3)
+        _, methods = clocked(chooser, lambda step, method, now, t=trace: t[step][method], 900)
+        assert chooser.chosen == 1, when
+        assert methods[when:].count(0) <= most, when
+
+
+def test_steps_that_take_long_in_turn_with_short_ones_are_compared_all_the_same() -> None:
+    """As where each second batch is longer, on whatever method."""
+    trace = (constant((0.68, 0.26, 0.45)) + np.arange(STEPS)[:, None] % 2).tolist()
+    chooser = Chooser(3)
+    _, methods = clocked(chooser, lambda step, method, now: trace[step][method], 1000)
+    assert chooser.chosen == 1
+    assert methods.count(1) > 900
+
+
 def test_equal_times_give_equal_choices_and_a_pause_does_not_count() -> None:
     """As replicas that observe the same do; a step in which somebody paused is left out, and
     nothing rests on it."""

@@ -14,6 +14,7 @@ from gradwire.core.advise.cost import Cost
 from gradwire.core.advise.probe import Level
 from gradwire.core.advise.timeline import Group
 from gradwire.torch_backend import register_comm_hook
+from gradwire.torch_backend.cpu import compiled as loops
 from gradwire.torch_backend.ddp import auto
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import loss_on, mlp
@@ -99,6 +100,21 @@ def test_plain_averages_stay_where_nothing_is_faster(world):
     _, handle, _ = clocked(world, Auto(), (1.0, 1.2, 1.6), 60)
     assert [c.number for c in handle.stats().choices] == [0]
     assert handle.algorithm == AllReduce()
+
+
+@cases.case
+def test_loops_are_compiled_at_registration_and_not_while_ranks_wait(world):
+    with mock.patch.object(loops, "LEAST", 1):
+        loops.compiled.cache_clear()
+        ddp, handle = wrapped(world, Auto())
+        made = loops.compiled.cache_info().misses
+        clock = Clock((1.0, 0.4, 0.6))
+        clock.choosing = handle._choosing
+        with mock.patch.object(auto, "perf_counter", clock):
+            train(ddp, LOSS, 30, local=False)
+    assert handle.stats().choices[-1].method == "WireDtype(AllReduce(), 'int8')"
+    assert made == loops.compiled.cache_info().misses
+    assert made > 0 or loops._numba() is None
 
 
 def errors(handle):

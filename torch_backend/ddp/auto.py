@@ -35,6 +35,7 @@ from gradwire.core.protocol.groups import Groups
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.text.units import time_of
 from gradwire.torch_backend.advise.method_cost import method_cost
+from gradwire.torch_backend.cpu.compiled import loops_for
 from gradwire.torch_backend.engine.cuda_graphs import capturing
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_all
@@ -123,6 +124,8 @@ def choice_for(
         )
     settings = {"methods of Auto": str(methods), "groups": str(partitions)}
     require_same_on_all_ranks(group, settings, {}, obstacle, device)
+    for method in methods:  # now, and not in a step for which other ranks wait
+        loops_for(method, specs, device)
     log = (
         Path(auto.decisions)
         if auto.decisions is not None and text is None and group.rank() == 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import takewhile
 from statistics import median, median_low
 from typing import NamedTuple
@@ -27,8 +27,9 @@ FAR = 1.5
 #: Timed steps of the first look at a method, and of either one in each round of a trial. The first
 #: after a change of the method is not timed, nor are so many at the very beginning.
 SCREENED, PAIRS, SETTLING = 2, 4, 2
-#: Rounds of a trial at most, of a method that looks faster; of any other it is one.
-MOST_ROUNDS = 6
+#: Rounds of a trial at most, of a method that looks faster: while others have had none, and later.
+#: Of any other it is one.
+FEW_ROUNDS, MOST_ROUNDS = 3, 6
 #: What trials may cost in all: so many steps of the chosen method, and this share of all time.
 STEPS_FOR_TRIALS, SHARE_FOR_TRIALS = 10, 0.006
 #: Steps between trials at first, which double; and the seconds between them at most.
@@ -40,7 +41,9 @@ WINDOW, WINDOWS = 4, 12
 FEW, LEAST, OTHER = 7.0, 0.05, 0.14
 #: Networks that are remembered.
 NETWORKS = 4
-#: Windows in a row at first, and so many times as many after each time in the same direction.
+#: Windows in a row at first, and so many times as many after each time in the same direction. One
+#: that is n times as far off as the most that may pass for noise counts n times, so that patience
+#: with noise is none with another network.
 PATIENCE, MORE_PATIENCE = 2, 4
 
 
@@ -83,15 +86,17 @@ class Chooser:
     error rate of 5 % for each trial). Two steps are no test: where they err, a later trial finds
     out. The fastest of the rest and uncompressed averages have trials in turn, after 32 steps, 64,
     128, …, up to an hour. Where nobody can tell, evidence is kept for the next one. If steps of the
-    chosen method begin to take another time by themselves, everything may have changed, and all
-    have trials again; unless they take what they took in a network that was there before: then its
-    fastest method is chosen.
+    chosen method begin to take another time by themselves, in a trial too, everything may have
+    changed, and all have trials again; unless they take what they took in a network that was there
+    before: then its fastest method is chosen.
 
     Bursts, in which steps take longer for a while, count by what they add to a step in the long run
     (`Bursts`). After one, whoever would be faster with that has a trial.
 
     Trials cost what their slower steps take longer. One is put off while all of them would cost
-    more than ten steps of the chosen method and 0.6 % of the training so far.
+    more than ten steps of the chosen method and 0.6 % of the training so far. The ten are counted
+    anew when a trial has found a faster method, and where steps begin to take 1.5 times as long, or
+    two thirds of it.
 
     Args:
         candidates: so many methods, in the order of their trials. The first are uncompressed
@@ -117,7 +122,7 @@ class Chooser:
         self._aside: set[int] = set()
         self._tests: dict[int, PairedTest] = {}  # against the chosen one
         self._windows: deque[float] = deque(maxlen=WINDOWS)
-        self._departed, self._patience = 0, {1: PATIENCE, -1: PATIENCE}
+        self._departed, self._patience = 0.0, {1: PATIENCE, -1: PATIENCE}
         self._bursts, self._burst, self._hit = Bursts(), 0.0, False
         self._networks: deque[_Network] = deque(maxlen=NETWORKS)
         self._since, self._gap, self._turn = 0, FIRST_GAP, 0
@@ -211,27 +216,30 @@ class Chooser:
         )
 
     def _trial(self, rival: int) -> Generator[_Round, Seconds, None]:
-        own = self.chosen
+        own, spent, usual = self.chosen, self._spent, self._usual
         if rival in self._untried:
             self._untried.remove(rival)
         theirs = yield _steps(rival, 1, SCREENED)
-        spent = self._spent
         self._account(rival, theirs, own, [])
-        winner = self._far_ahead(rival, theirs)
-        if winner == own and self._usual is not None:
-            after = [s for s in (yield _steps(own, 0, SCREENED)) if s is not None]
-            if any(s >= FAR * self._usual for s in after):  # a burst has hit both
-                self._spent = spent
-                self._forget(rival)
-                winner = None
+        winner, way = self._far_ahead(rival, theirs), 0
+        if winner == own:
+            way = _far_off((yield _steps(own, 0, SCREENED)), usual, any)
         elif winner is None:
             ours = yield _steps(own, 1, SCREENED)
             rounds = 0
             while (
-                winner := self._compared(rival, theirs, own, ours)
-            ) is None and rounds < self._rounds(rival):
+                not (way := _far_off(ours, usual, all))
+                and (winner := self._compared(rival, theirs, own, ours)) is None
+                and rounds < self._rounds(rival)
+            ):
                 seconds = yield _both(rival, own, PAIRS)
                 theirs, ours, rounds = seconds[:PAIRS], seconds[PAIRS:], rounds + 1
+        if usual is not None:  # what would be more was a burst, or another network
+            self._spent = min(self._spent, spent + STEPS_FOR_TRIALS * usual)
+        if way:
+            # So it may be here. What comes next tells, before any trial.
+            self._spent, self._departed, winner = spent, float(way), None
+            self._forget(rival)
         self._end_trial(rival, winner)
 
     def _far_ahead(self, rival: int, seconds: Seconds) -> int | None:
@@ -258,7 +266,8 @@ class Chooser:
         """What the test says with these steps too."""
         self._account(rival, theirs, own, ours)
         test = self._tests.setdefault(rival, PairedTest())
-        for a, b in zip(theirs, ours, strict=True):
+        # Of one round the k-th of theirs and the next of ours are even steps both, or odd ones.
+        for a, b in zip(theirs, [*ours[1:], *ours[:1]], strict=True):
             if a is not None and b is not None:
                 test.add(a + self._bursts.per_step(rival), b + self._bursts.per_step(own))
         return None if test.faster == 0 else rival if test.faster > 0 else own
@@ -269,7 +278,7 @@ class Chooser:
         looks_faster = (
             rival in found and self.chosen in found and self._mean(rival) < self._mean(self.chosen)
         )
-        return MOST_ROUNDS if looks_faster else 1
+        return (FEW_ROUNDS if self._untried else MOST_ROUNDS) if looks_faster else 1
 
     def _end_trial(self, rival: int, winner: int | None) -> None:
         self._since, self._turn = 0, self._turn + 1
@@ -280,6 +289,7 @@ class Chooser:
             self._tests.pop(rival, None)  # what has been decided is no evidence for the next time
         if winner == rival:
             self._choose(rival)
+            self._allow_trials()
 
     def _choose(self, method: int) -> None:
         before = self._seconds[self.chosen] = self._usual or self._seconds[self.chosen]
@@ -289,7 +299,7 @@ class Chooser:
         self._aside.discard(method)
         self._tests.clear()
         self._windows.clear()
-        self._departed = 0
+        self._departed = 0.0
 
     def _watch(self) -> Generator[_Round, Seconds, None]:
         """Some steps of the chosen method, of which one time is told."""
@@ -302,17 +312,20 @@ class Chooser:
         self._bursts.watched(WINDOW)
         usual = self._usual
         way = 0 if usual is None else self._departs(seconds, usual)
-        self._departed = self._departed + way if way * self._departed >= 0 else way
+        if way and usual is not None:
+            times = max(1.0, abs(math.log(seconds / usual)) / OTHER)
+            far = way * min(times, self._patience[way] / PATIENCE)
+            self._departed = self._departed + far if way * self._departed >= 0 else far
         if way > 0 and usual is not None:
             self._burst += WINDOW * (seconds - usual)
         elif way == 0:
             self._burst_ended()
         if way == 0 or usual is None:
-            self._departed = 0
+            self._departed = 0.0
             self._windows.append(seconds)
             self._seconds[self.chosen] = median(self._windows)
         elif abs(self._departed) >= self._patience[way]:
-            self._departed = 0
+            self._departed = 0.0
             fresh = [s for s in (yield _steps(self.chosen, 0, SCREENED)) if s is not None]
             if fresh and self._departs(median(fresh), usual) == way:  # else it was a burst
                 self._another_network(median(fresh), way)
@@ -352,7 +365,7 @@ class Chooser:
 
     def _forget(self, method: int) -> None:
         self._aside.discard(method)
-        del self._seconds[method]
+        self._seconds.pop(method, None)
         if method not in self._untried:
             self._untried.append(method)
 
@@ -367,14 +380,22 @@ class Chooser:
         )
         known = next(alike, None)
         self._networks.append(_Network(own, dict(self._seconds)))
+        far = abs(math.log(seconds / self._seconds[own])) >= math.log(FAR)
         self._begin_anew(seconds)
         if known is None:
             self._patience[way] *= MORE_PATIENCE
+            if far:
+                self._allow_trials()
             return
         self._seconds = {**known.seconds, own: seconds}
         self._untried = [method for method in self._untried if method not in known.seconds]
         if known.fastest != own:
             self._choose(known.fastest)
+
+    def _allow_trials(self) -> None:
+        """What trials have cost by now is no reason against the next ones: what was found has paid
+        for it, or it was another network beyond doubt."""
+        self._spent = min(self._spent, SHARE_FOR_TRIALS * self._elapsed)
 
     def _begin_anew(self, seconds: float) -> None:
         """All methods have trials again, the fastest so far first: what is known of them is of
@@ -413,6 +434,17 @@ class Chooser:
 def _steps(method: int, settling: int, timed: int) -> _Round:
     counts = [False] * settling + [True] * timed
     return _Round([method] * len(counts), counts, counts)
+
+
+def _far_off(seconds: Seconds, usual: float | None, which: Callable[[Iterable[bool]], bool]) -> int:
+    """1: any, or all, of the steps of a method take far longer than is usual for it; -1: they take
+    far less."""
+    known = [s for s in seconds if s is not None]
+    if usual is None or not known:
+        return 0
+    if which(s >= FAR * usual for s in known):
+        return 1
+    return -1 if all(FAR * s <= usual for s in known) else 0
 
 
 def _both(rival: int, own: int, timed: int) -> _Round:
