@@ -32,7 +32,7 @@ TURN = 20
 
 
 def turns(steps: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
-    """The first and the last step but one of each; links change between two of them."""
+    """Of each turn its first step and the first after it; links change between two of them."""
     bounds = sorted({*range(0, steps, TURN), *cuts, steps})
     return list(pairwise(bounds))
 

@@ -1,8 +1,14 @@
 """One attempt of a rank that torchrun has started: it goes on from the last checkpoint, writes a
 line for each step, and ends where it is told to.
 
-    attempt = Attempt(FOLDER)
-    begin = attempt.newest(ranks)       # (attempt, step) of the last checkpoint; (0, 0): none
+    attempt = Attempt(folder)
+    before = attempt.newest()                        # the last checkpoint: (attempt, step), or (0, 0)
+    ...                                              # read attempt.file(before)
+    for step in attempt.steps(before[1]):
+        ...
+        attempt.say(step, method, weights)
+        if part := attempt.new_file(step):           # write it, then
+            attempt.keep(part)
 
 It ends before the step that the file FOLDER/stop names, once there is one.
 """
