@@ -18,7 +18,7 @@ from gradwire.jax_backend.axes.mapped_axis import AxisName, vary_if_tracked
 from gradwire.jax_backend.local_sgd.non_finite import all_finite
 from gradwire.jax_backend.state.matching import places
 from gradwire.jax_backend.state.names import flatten
-from gradwire.jax_backend.state.types import path_of
+from gradwire.jax_backend.state.types import may_be_legacy_keys, path_of
 
 
 class Moments:
@@ -89,9 +89,12 @@ class Moments:
     def mended(self, fresh: Any, now: jax.Array) -> Any:
         """The state with the moments of a `fresh` one and the counters beside them, if `now` and an
         array of floats in it is not finite. What else is not finite becomes that of the fresh one
-        as well."""
+        as well.
+
+        What begins as inf is not broken: an injected clip that is off, the best loss so far.
+        """
         chosen, new = set(self._begin_anew()), jax.tree.leaves(fresh)
-        broken = now & ~all_finite(self._leaves)
+        broken = now & self._is_broken(new)
         leaves = []
         for i, x in enumerate(self._leaves):
             anew = broken if i in chosen else broken & ~all_finite([x])
@@ -102,13 +105,25 @@ class Moments:
             )
         return self._rebuilt(leaves)
 
+    def _is_broken(self, fresh: list[Any]) -> Any:
+        """Whether a float is not finite that is finite in the leaves of a fresh state. Of a number
+        that stands alone inf may be a setting, given while training: NaN tells there."""
+        ok: Any = jnp.asarray(True)
+        for place, x, new in zip(self._places, self._leaves, fresh, strict=True):
+            if _is_float(x):
+                is_right = ~jnp.isnan(x) if place is None and not jnp.ndim(x) else jnp.isfinite(x)
+                ok &= (is_right | ~jnp.isfinite(new)).all()
+        return ~ok
+
     def _begin_anew(self) -> list[int]:
-        """Numbers of the leaves that begin anew: moments, and the counters beside them."""
+        """Numbers of the leaves that begin anew: moments, and the counters beside them. A random
+        key is none, and would draw the same numbers again."""
         beside = {place.before[:-1] for place in self._places if place is not None}
+        leaves = zip(self._paths, self._leaves, self._places, strict=True)
         return [
             i
-            for i, (path, place) in enumerate(zip(self._paths, self._places, strict=True))
-            if place is not None or path[:-1] in beside
+            for i, (path, x, place) in enumerate(leaves)
+            if place is not None or (path[:-1] in beside and not _may_be_keys(x))
         ]
 
     def _rebuilt(self, leaves: list[Any]) -> Any:
@@ -143,6 +158,11 @@ class Extra:
                 for name, x in self._named.leaves.items()
             }
         )
+
+
+def _may_be_keys(x: Any) -> bool:
+    x = x if hasattr(x, "dtype") else jnp.asarray(x)
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or may_be_legacy_keys(x)
 
 
 def _is_float(x: Any) -> bool:

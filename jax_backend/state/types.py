@@ -183,10 +183,15 @@ def layout_in(key: str) -> tuple[int, int]:
     return replicas, axes
 
 
+def may_be_legacy_keys(x: Any) -> bool:
+    """Whether an array has the dtype and the last axis of what `jax.random.PRNGKey` makes."""
+    return bool(x.dtype == jnp.uint32) and tuple(x.shape[-1:]) in ((2,), (4,))
+
+
 def warn_of_legacy_keys(what: str, x: Any) -> None:
     """Warn of an array that may be random keys as `jax.random.PRNGKey` makes them: numbers, of
     which nothing says that they are keys."""
-    if x.dtype == jnp.uint32 and tuple(x.shape[-1:]) in ((2,), (4,)):
+    if may_be_legacy_keys(x):
         warnings.warn(
             f"{what} is an array of uint32 of shape {tuple(x.shape)}, as jax.random.PRNGKey makes"
             " it. If it is a random key, replicas will draw the same numbers: nothing tells it"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -418,6 +419,51 @@ def test_a_nan_on_one_replica_costs_a_period_and_no_more(inner, moments, options
     alone = replicas if not options.get("eager") else 1
     assert refused.sum(1).tolist() == [0] + [alone] * period
     assert (np.asarray(training[1].arrived) >= periods - 1).all()
+
+
+@pytest.mark.parametrize("begins", [np.inf, 1.0])
+def test_an_optimizer_that_is_told_inf_is_not_broken(begins):
+    """A clip that is off, from the beginning or while training: Adam counts on."""
+    clip = optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=begins)
+    inner = optax.chain(clip, optax.adam(0.1))
+    tx = gw.local_sgd(inner, diloco(2), axis_name=AXIS)
+    start = started(tx, {"w": jnp.ones(2)})
+    start[1].inner[0].hyperparams["max_norm"] = jnp.full(2, jnp.inf)
+
+    def run(training):
+        return lax.scan(lambda own, _: (tx.step(own[0], own), None), training, length=5)[0]
+
+    after = jax.jit(jax.vmap(run, axis_name=AXIS))(start)[1].inner
+    assert optax.tree.get(after[1], "count").tolist() == [5, 5]
+    assert np.isinf(after[0].hyperparams["max_norm"]).all()
+
+
+class Noisy(NamedTuple):
+    """Of an optimizer that has its random key beside its moments."""
+
+    mu: Any
+    key: Any
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_random_keys_beside_moments_go_on_where_those_begin_anew(make):
+    def update(updates, state, params=None):
+        mu = jax.tree.map(lambda m, g: 0.9 * m + g, state.mu, updates)
+        return mu, Noisy(mu, jax.random.split(state.key)[0])
+
+    inner = optax.GradientTransformation(lambda params: Noisy(params, make(0)), update)
+    tx = gw.local_sgd(inner, LocalSGD(2), axis_name=AXIS, moments="reset")
+
+    def run(training):
+        for _ in range(4):
+            training = tx.step(training[0], training)
+        return training[1].inner.key
+
+    keys = jax.jit(jax.vmap(run, axis_name=AXIS))(started(tx, {"w": jnp.ones(2)}))
+    expected = make(0)
+    for _ in range(4):
+        expected = jax.random.split(expected)[0]
+    assert (keys == expected).all()
 
 
 def test_weights_that_do_not_add_up_are_refused_and_counted():
