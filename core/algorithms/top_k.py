@@ -175,17 +175,21 @@ class TopK(Compressor):
         self, ops: Ops[A], x: Mapping[str, A], context: StepContext
     ) -> list[tuple[list[str], Blocks]]:
         """Which of these tensors are cut as one matrix: those of one width and one length of
-        blocks, up to `Storage.max_joined` elements."""
+        blocks, up to `Storage.max_joined` elements. One that takes a quarter of them by itself is
+        joined with others of its shape alone: what is joined is copied, which for few large ones
+        costs more than it saves."""
         parts: list[tuple[list[str], Blocks]] = []
-        open_: dict[tuple[int, int], int] = {}
+        open_: dict[Hashable, int] = {}
         for name, each in x.items():
             blocks = self._blocks_in(name, each, context)
-            i = open_.setdefault((blocks.width, blocks.length), len(parts))
+            large = 4 * blocks.count * blocks.length > ops.storage.max_joined
+            key = blocks.width, blocks.length, tuple(each.shape) if large else ()
+            i = open_.setdefault(key, len(parts))
             both = (
                 parts[i][1].and_below(blocks) if i < len(parts) and ops.storage.max_joined else None
             )
             if both is None or both.count * both.length > ops.storage.max_joined:
-                open_[blocks.width, blocks.length] = len(parts)
+                open_[key] = len(parts)
                 parts.append(([name], blocks))
             else:
                 parts[i] = [*parts[i][0], name], both

@@ -27,6 +27,7 @@ from gradwire import (
     diloco,
     plan,
 )
+from gradwire.core.algorithms.compressor import StepContext
 from gradwire.core.algorithms.shared.sparse_blocks import bits_of, blocks_of
 from gradwire.core.codecs import CODECS, BlockCodec, Scaled
 from gradwire.core.codecs.coder import Coder
@@ -426,6 +427,14 @@ def test_blocks_of_several_tensors_sent_as_one_are_those_of_each(algorithm, worl
             assert max(len(r.arrays) for r in joined.requests if isinstance(r, Gather)) < max(
                 len(r.arrays) for r in apart.requests if isinstance(r, Gather)
             )
+
+
+def test_large_tensors_are_joined_with_their_like_alone():
+    """Of 600 elements `JoiningStorage` joins, each of 256 is large."""
+    shapes = {"a": (16, 16), "b": (4, 16), "c": (32, 8), "d": (16, 16), "e": (8, 8), "f": (16, 8)}
+    x = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    parts = TopK(8, per=64)._group_by_matrix(JoiningOps(), x, StepContext(step=0))
+    assert [names for names, _ in parts] == [["a", "d"], ["b"], ["c"], ["e", "f"]]
 
 
 @pytest.mark.parametrize("algorithm", METHODS, ids=repr)
