@@ -99,7 +99,10 @@ def _names(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[str] | None
         )
     leaves, holes = contents_by_name(node)
     names = [name for name, _ in leaves]
-    return names if names and _are_all(names, holes, shapes) else None
+    if not names or not _are_all(names, holes, shapes):
+        return None
+    # A count that stands alone may have the name of the only parameter.
+    return None if any(_counts(x) and shapes[name] for name, x in leaves) else names
 
 
 def _names_of_several(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[str] | None:
@@ -107,9 +110,7 @@ def _names_of_several(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[
     in place of some of them; None for any other node."""
     whole = pure(node)
     leaves = jax.tree.leaves(whole)
-    if not leaves or not all(
-        jnp.ndim(x) or jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves
-    ):
+    if not leaves or any(map(_counts, leaves)):
         return None  # a state of optax, with its count, whose words may be names of parameters
     if set(shapes) == {BARE}:
         return (
@@ -122,7 +123,7 @@ def _names_of_several(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[
     holes: set[str] = set()
     for path, x in contents_by_path(node, lambda x: not jax.tree.leaves(x)):
         ends = [n for n in range(1, len(path) + 1) if (name_at(path[:n]) or BARE) in shapes]
-        if not ends and not is_absent(x):
+        if not ends and not _is_masked(x):
             return None
         if not ends or (ends[0] == len(path) and is_absent(x)):
             holes.add(name_at(path))
@@ -163,7 +164,8 @@ def _are_parameters(tree: list[tuple[Any, Any]], shapes: Mapping[str, tuple[int,
         and _are_all(list(arrays), holes, shapes)
     ):
         return True
-    return all(arrays.get(name) == shape for name, shape in shapes.items())
+    held = {name: shape for name, shape in shapes.items() if not _is_in(holes, name)}
+    return bool(held) and all(arrays.get(name) == shape for name, shape in held.items())
 
 
 def _are_all(
@@ -172,8 +174,22 @@ def _are_all(
     """Whether these are the names of parameters, each once, of all but those in holes."""
     if len(set(names)) < len(names) or not shapes.keys() >= set(names):
         return False
-    missing = shapes.keys() - set(names)
-    return all(any(f"{name}/".startswith(f"{hole}/") for hole in holes) for name in missing)
+    return all(_is_in(holes, name) for name in shapes.keys() - set(names))
+
+
+def _is_masked(x: Any) -> bool:
+    """Whether a node holds nothing but what stands where a tree has no array."""
+    leaves = jax.tree.leaves(x, is_leaf=is_absent)
+    return bool(leaves) and all(map(is_absent, leaves))
+
+
+def _counts(x: Any) -> bool:
+    """Whether it is a number that is no float."""
+    return not jnp.ndim(x) and not jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def _is_in(holes: Collection[str], name: str) -> bool:
+    return any(f"{name}/".startswith(f"{hole}/") for hole in holes)
 
 
 def _among(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Any, ...]]:

@@ -157,6 +157,9 @@ OPTIMIZERS = {
         optax.adam(1e-2), lambda p: jax.tree.map(lambda label: label == "one", halves(p))
     ),
     "sm3": optax.sm3(1e-2),
+    "masked sm3": optax.masked(
+        optax.sm3(1e-2), lambda p: jax.tree.map(lambda label: label == "one", halves(p))
+    ),
     "tuples": factored(lambda *both: both),
     "dictionaries": factored(in_a_dictionary),
     "named tuples": factored(Rows),
@@ -209,6 +212,21 @@ def test_lists_of_arrays_belong_to_the_parameters_at_whose_place_they_are():
     )
     assert [owner for owner, _ in owners(optax.chain(bare, bare), two)] == [0, 1, 0, 1]
     assert [owner for owner, _ in owners(optax.scale_by_sm3(), two[0])] == [0, 0, 0]
+
+
+def test_links_of_a_chain_are_no_parameters_of_a_list():
+    """Nor where one of them is not there, as on a replica that has the other."""
+    chain = optax.chain(optax.scale_by_trust_ratio(), optax.trace(0.9))
+    state = chain.init([jnp.ones((8, 4)), optax.MaskedNode()])
+    (place,) = places(state, {"0": (8, 4), "1": (8, 4)})
+    assert place is not None
+    assert (place.name, place.of_several) == ("0", False)
+
+
+def test_a_count_is_not_that_of_the_only_parameter_with_its_name():
+    tx = optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda step: 0.1))
+    for name in ("count", "w"):
+        assert [owner for owner, _ in owners(tx, {name: jnp.ones((8, 4))})] == [0, None]
 
 
 @pytest.mark.parametrize(
