@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradwire.jax_backend.axes.outside_meshes import outside_meshes
+from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes, with_axes_like
 from gradwire.jax_backend.state.survey import Leaf, survey
 from gradwire.jax_backend.state.types import PerReplica, require_own_row
 
@@ -55,7 +55,10 @@ def stack_replicas(state: Any) -> PerReplica:
         if leaf.marks:
             return x
         struct: Any = jax.ShapeDtypeStruct
-        return struct((1, *x.shape), x.dtype) if isinstance(x, struct) else jnp.asarray(x)[None]
+        if isinstance(x, struct):
+            return struct((1, *x.shape), x.dtype)
+        # On a mesh of explicit axes and others JAX loses the memory in which an array lies.
+        return with_axes_like(automatic(jnp.asarray(x))[None], x)
 
     return PerReplica(survey(state).map(with_axis))
 

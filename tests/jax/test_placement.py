@@ -87,6 +87,17 @@ def test_what_lies_in_the_memory_of_the_host_stays_there():
         assert kinds(gw.replicate(state, jax.devices()[:4], axis_name=AXIS), "") == {("", "device")}
 
 
+def test_rows_stay_in_the_memory_of_the_host_on_a_mesh_of_mixed_axes():
+    types = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((2, 2), (AXIS, "fsdp"), axis_types=types, devices=jax.devices()[:4])
+    lies = NamedSharding(mesh, jax.P("fsdp"), memory_kind="pinned_host")
+    state = gw.stack_replicas(jax.device_put(PARAMS, lies))
+    for name, tree in {"stacked": state, "placed": gw.distribute(state, mesh, AXIS)}.items():
+        (x,) = jax.tree.leaves(tree)
+        assert kinds((x, x.addressable_shards[0].data), name) == {(name, "pinned_host")}
+        assert x.sharding.mesh == mesh
+
+
 @pytest.mark.parametrize(
     ("shard", "axis_type"),
     [("element", jax.sharding.AxisType.Explicit), ("parameter", jax.sharding.AxisType.Auto)],
