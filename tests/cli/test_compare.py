@@ -124,6 +124,11 @@ def test_a_comparison_is_printed_kept_and_drawn(folder, capsys):
         capsys, *command(*options, "--picture", "losses.bmp")
     )
     assert found["LocalSGD(period=4)"]["seeds"] == 2
+    long = [each | {"sent": 490.0} for each in kept["runs"]]
+    (folder / "comparison.json").write_text(json.dumps(kept | {"runs": long}))
+    rows = run(capsys, *command(*options)).splitlines()
+    assert rows[rows.index("LocalSGD(period=4)") + 1].split()[:2] == ["490", "bytes"]
+    (folder / "comparison.json").write_text(json.dumps(kept))
     run(capsys, *command(*options, "--link", "1Gbit", "--latency", "1ms", "--step-ms", "10"))
     picture = (folder / "comparison.svg").read_text()
     assert "estimated seconds" in picture

@@ -318,7 +318,8 @@ class Comparison:
         says = found.in_short() if found.seeds == len(self.seeds) else str(found)
         says = "" if algorithm == PLAIN else says if sent else "not run"
         first, *others = textwrap.wrap(says, WIDTH - NAME - len(figures)) or [""]
-        own_line = [name] if len(name) > NAME else []
+        fits = len(name) <= NAME and len(f"{name} {sent}") <= NAME + SENT
+        own_line = [] if fits else [name]
         row = f"{'' if own_line else name:<{NAME}}{figures}{first}".rstrip()
         return [*own_line, row, *(" " * (NAME + len(figures)) + each for each in others)]
 
