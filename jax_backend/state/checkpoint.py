@@ -21,9 +21,11 @@ from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes, 
 from gradwire.jax_backend.axes.two_levels import nodes_of
 from gradwire.jax_backend.engine.barrier import await_processes
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
-from gradwire.jax_backend.state.survey import Leaf, survey
+from gradwire.jax_backend.state.survey import Keys, Leaf, survey
 from gradwire.jax_backend.state.trees import by_parameter, rebuilt
 from gradwire.jax_backend.state.types import (
+    AVERAGES,
+    MEMORY,
     PIECES,
     DataParallelState,
     PerReplica,
@@ -52,9 +54,10 @@ def set_replicas(state: T, replicas: Replicas) -> T:
 
     A run on the same global batches then follows the one that was not interrupted, up to rounding.
     With the number of replicas unchanged nothing is, and it follows bit for bit. Means are formed
-    where the rows lie, and no device receives those of all replicas. Numbers that are no floats are
-    those of the first replica, and its random keys are split, so that each new replica draws for
-    itself.
+    where the rows lie, and no device receives those of all replicas. A row that holds inf or NaN is
+    left out, unless all do; what local SGD has on its way counts by the weights that it left with.
+    Numbers that are no floats are those of the first replica, and its random keys are split, so
+    that each new replica draws for itself.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -83,6 +86,7 @@ def set_replicas(state: T, replicas: Replicas) -> T:
     found.refuse_missed_averages()
     note_skipped_steps(state)
     await_processes("set_replicas", state)
+    arrays = {leaf.keys: leaf.value for leaf in found.leaves}
 
     def fewer_rows(leaf: Leaf) -> Any:
         x = leaf.value
@@ -110,7 +114,7 @@ def set_replicas(state: T, replicas: Replicas) -> T:
             return in_memory_of(x, _split(x, replicas))
         if x.ndim > 1:
             warn_of_legacy_keys(leaf.name, x)
-        return _mean(x)
+        return _mean(x, _weights(leaf, arrays))
 
     resized: T = found.map(fewer_rows)
     return resized
@@ -176,7 +180,7 @@ def to_portable(
                     ]
                 ]
             replicas = max(replicas, rows.shape[0])
-            local[name][key] = _mean(rows) if errors == "mean" else rows
+            local[name][key] = _mean_on_host(rows) if errors == "mean" else rows
     return {
         **checkpoint.head("compressor", repr(without_levels(algorithm)), int(on_host(state.step))),
         "replicas": replicas,
@@ -300,22 +304,40 @@ def _require_ours(state: Any) -> None:
     )
 
 
-def _mean(rows: Any) -> Any:
-    """One row, sharded as the rows are in themselves."""
+def _weights(leaf: Leaf, arrays: Mapping[Keys, Any]) -> Any:
+    """By which the rows of what is on its way are counted, (W,); None: all alike."""
+    for i, key in enumerate(leaf.keys):
+        if leaf.keys[max(i - 2, 0) : i] == (AVERAGES, MEMORY) and key in checkpoint.COUNTED:
+            # An array may be in a box, and its weight is in none.
+            paths = (
+                (*leaf.keys[:i], checkpoint.COUNTED[key], *leaf.keys[i + 1 : end])
+                for end in range(len(leaf.keys), i, -1)
+            )
+            return next((arrays[path] for path in paths if path in arrays), None)
+    return None
+
+
+def _mean(rows: Any, weights: Any) -> Any:
+    """One row, sharded as the rows are in themselves: of those that are finite, if any is."""
+    floats = jnp.issubdtype(rows.dtype, jnp.floating)
     if not isinstance(rows, jax.Array):
-        return (
-            checkpoint.mean_of_rows(OPS, rows)
-            if jnp.issubdtype(rows.dtype, jnp.floating)
-            else rows[:1]
-        )
+        return _mean_on_host(rows, _counts(np, rows, weights) if floats else None)
     given, rows = rows, automatic(rows)
     sharding: Any = rows.sharding
     kind = memory_kind(rows)
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, spec(None, *sharding.spec[1:]))
-    rows = on_devices(rows)
-    mean = jax.jit(_mean_of_rows, out_shardings=sharding.with_memory_kind(memory_kind(rows)))(rows)
+    rows, weights = jax.tree.map(lambda x: on_devices(automatic(x)), (rows, weights))
+    mean = jax.jit(_mean_of_rows, out_shardings=sharding.with_memory_kind(memory_kind(rows)))(
+        rows, weights
+    )
     return with_axes_like(jax.device_put(mean, sharding.with_memory_kind(kind)), given)
+
+
+def _mean_on_host(rows: Any, weights: Any = None) -> Any:
+    if not jnp.issubdtype(rows.dtype, jnp.floating):
+        return rows[:1]
+    return checkpoint.mean_of_rows(OPS, rows, weights)
 
 
 def _split(keys: jax.Array, replicas: int) -> jax.Array:
@@ -329,11 +351,22 @@ def _split(keys: jax.Array, replicas: int) -> jax.Array:
     )(jnp.arange(replicas))
 
 
-def _mean_of_rows(rows: jax.Array) -> jax.Array:
+def _mean_of_rows(rows: jax.Array, weights: Any) -> jax.Array:
     if not jnp.issubdtype(rows.dtype, jnp.floating):
         return rows[:1]
-    wide = jnp.promote_types(rows.dtype, jnp.float32)
-    return rows.astype(wide).mean(axis=0, keepdims=True).astype(rows.dtype)
+    counts = _counts(jnp, rows, weights).reshape(-1, *[1] * (rows.ndim - 1))
+    each = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    total, counted = counts.sum(), jnp.where(counts > 0, each * counts, 0)
+    mean = counted.sum(axis=0, keepdims=True) / jnp.where(total > 0, total, 1)
+    return mean.astype(rows.dtype)
+
+
+def _counts(xp: Any, rows: Any, weights: Any) -> Any:
+    """What each row counts for, (W,) of float32, by functions of NumPy or JAX: those that are not
+    finite nothing, unless all are."""
+    finite = xp.isfinite(rows).all(axis=tuple(range(1, rows.ndim)))
+    counts = finite if weights is None else finite * weights
+    return xp.where(finite.any(), counts, True).astype(np.float32)
 
 
 def _to_numpy(state: Any) -> Any:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax import lax
 
@@ -625,6 +625,29 @@ def test_another_number_of_replicas_goes_on_from_the_mean(placed_first):
         3,
         2,
     )
+
+
+@pytest.mark.parametrize("placed_first", [True, False])
+@pytest.mark.parametrize("box", [lambda x: x, lambda x: linen.Partitioned(x, ("a", None))])
+def test_for_fewer_replicas_one_that_is_not_finite_is_left_out(box, placed_first):
+    """And what travels counts by the weights that it left with."""
+    tx = gw.local_sgd(optax.trace(0.9), diloco(4, overlap=2, weighted=True), axis_name=AXIS)
+    params = {"w": box(jnp.ones((3, 2)))}
+    state = gw.distribute(gw.stack_replicas((params, tx.init(params))), mesh_of(4), AXIS)
+    weights, others = np.float32([3, 1, 0, 1]), np.float32([1, 2, 3, np.nan])
+
+    def filled(path, x):
+        if x.dtype != np.float32 or x.ndim < 1:
+            return x
+        rows = weights if "weight" in jax.tree_util.keystr(path) else others
+        host = np.broadcast_to(rows.reshape(-1, *[1] * (x.ndim - 1)), x.shape)
+        return jax.device_put(host, x.sharding) if placed_first else host
+
+    state = jax.tree_util.tree_map_with_path(filled, state)
+    own, after = gw.set_replicas(state, 2).per_replica
+    memory = after.averages.memory
+    found = own, after.inner, memory["outer"], memory["difference"], memory["weight"]
+    assert [float(np.unique(x)[0]) for x in jax.tree.leaves(found)] == [2, 2, 2, 1.25, 1.25]
 
 
 # Transformations of Optax as outer optimizers. (That SGD of Optax is ours is in tests/parity.)
