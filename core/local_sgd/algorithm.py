@@ -840,7 +840,12 @@ class _Fragment:
             *averages.values(),
             *(ops.cast(x, ops.dtype_of(v["params"][n])) for n, x in moved.items()),
         ]
-        results += [x for m in remembers.values() for x in m.values() if ops.dtype_of(x) in FLOATS]
+        results += [
+            x
+            for m in remembers.values()
+            for key, x in m.items()
+            if key not in local.optimizer.infinite and ops.dtype_of(x) in FLOATS
+        ]
         ok = ops.all_finite(*results)
         if self.finite is not None:
             self.finite.append(ok)

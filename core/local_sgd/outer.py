@@ -39,6 +39,12 @@ class OuterOptimizer(ABC):
     def memories(self) -> frozenset[str]:
         """The names of what it remembers of a parameter."""
 
+    @property
+    def infinite(self) -> frozenset[str]:
+        """The names of memories that begin as inf or NaN, such as a bound that is off: they tell
+        nothing of an average."""
+        return frozenset()
+
     @abstractmethod
     def init(self, ops: Ops[A], outer: Mapping[str, A]) -> dict[str, dict[str, A]]:
         """The memory before the first step of these parameters, which take each of their steps

@@ -17,6 +17,7 @@ import optax  # type: ignore[import-untyped]
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.outer import OUTERS, OuterFactory
 from gradwire.core.ops import A, Ops
+from gradwire.jax_backend.axes.outside_meshes import outside_meshes
 from gradwire.jax_backend.state.matching import places
 from gradwire.jax_backend.state.types import path_of
 
@@ -26,7 +27,7 @@ class OptaxOuter(OuterFactory):
 
     Raises:
         TypeError: `factory` does not make one; or it keeps several arrays of a parameter, not in
-            trees of their own.
+            trees of their own; or random keys.
     """
 
     def __init__(self, factory: OuterFactory) -> None:
@@ -44,9 +45,7 @@ class OptaxOuter(OuterFactory):
                 " Optax transformation, or OuterSGD(…)"
             )
         one = {"w": (2, 2)}
-        state = jax.eval_shape(
-            lambda: self._tx.init({name: jnp.zeros(shape) for name, shape in one.items()})
-        )
+        state = _begun(self._tx, one)
         if several := [
             path_of(place.before)
             for place in places(state, one)
@@ -57,11 +56,26 @@ class OptaxOuter(OuterFactory):
                 " and an outer optimizer has one of each name. Give what keeps whole arrays, such"
                 " as optax.adamw, or OuterSGD(…)"
             )
-        self._memories = frozenset(key for key, _ in _places(state, one))
+        kept = [
+            (key, x)
+            for (key, _), x in zip(_places(state, one), jax.tree.leaves(state), strict=True)
+        ]
+        if keys := [key for key, x in kept if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]:
+            raise TypeError(
+                f"outer={self.name} keeps a random key, under {keys[0]!r}, and what an outer"
+                " optimizer remembers is numbers. Give one that draws none, such as optax.adamw, or"
+                " OuterSGD(…)"
+            )
+        self._memories = frozenset(key for key, _ in kept)
+        self._infinite = frozenset(key for key, x in kept if not jnp.isfinite(x).all())
 
     @property
     def memories(self) -> frozenset[str]:
         return self._memories
+
+    @property
+    def infinite(self) -> frozenset[str]:
+        return self._infinite
 
     def init(self, ops: Ops[A], outer: Mapping[str, A]) -> dict[str, dict[str, A]]:
         return _by_parameter(self._tx.init(dict(outer)), outer)
@@ -84,6 +98,15 @@ class OptaxOuter(OuterFactory):
             {n: jnp.asarray(averages[n]) for n in outer}, state, parameters
         )
         return optax.apply_updates(parameters, updates), _by_parameter(state, outer)
+
+
+@outside_meshes
+def _begun(tx: optax.GradientTransformation, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    """Its state of parameters of these shapes, known also while something is traced."""
+    with jax.ensure_compile_time_eval():
+        return jax.tree.map(
+            jnp.asarray, tx.init({name: jnp.zeros(shape) for name, shape in shapes.items()})
+        )
 
 
 def _places(state: Any, names: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str | None]]:

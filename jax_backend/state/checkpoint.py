@@ -305,7 +305,7 @@ def _require_ours(state: Any) -> None:
 
 
 def _weights(leaf: Leaf, arrays: Mapping[Keys, Any]) -> Any:
-    """By which the rows of what is on its way are counted, (W,); None: all alike."""
+    """What the rows of a difference on its way count by, (W,); None: all alike."""
     for i, key in enumerate(leaf.keys):
         if leaf.keys[max(i - 2, 0) : i] == (AVERAGES, MEMORY) and key in checkpoint.COUNTED:
             # An array may be in a box, and its weight is in none.

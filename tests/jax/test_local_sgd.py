@@ -702,6 +702,31 @@ def test_adamw_is_that_of_a_loop_by_hand_and_goes_on_with_fewer_replicas():
     assert (counts["block1/w"].tolist(), counts["b"].tolist()) == ([4, 4], [4, 4])
 
 
+def test_an_outer_optimizer_with_a_bound_that_is_off_refuses_no_average():
+    def clipped(most):
+        inject = optax.inject_hyperparams(optax.clip_by_global_norm)
+        return lambda: optax.chain(inject(max_norm=most), optax.sgd(0.7, momentum=0.9))
+
+    found = []
+    for most in (jnp.inf, 1e6):
+        tx = gw.local_sgd(optax.sgd(0.1), diloco(2, outer=clipped(most)), axis_name=AXIS)
+
+        def run(training, tx=tx):
+            return lax.scan(lambda own, _: (tx.step(own[0], own), None), training, length=6)[0]
+
+        params, state = jax.jit(jax.vmap(run, axis_name=AXIS))(started(tx, {"w": jnp.ones(2)}))
+        assert state.averages.account.skipped.tolist() == [0, 0]
+        found.append(params["w"])
+    np.testing.assert_allclose(*found, rtol=1e-6)
+    assert (found[0] < 1).all()
+
+
+def test_an_outer_optimizer_that_draws_is_refused():
+    outer = lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.7))  # noqa: E731
+    with refused("outer=", "keeps a random key, under 'outer.0.rng_key'", error=TypeError):
+        gw.local_sgd(optax.sgd(0.1), diloco(2, outer=outer), axis_name=AXIS)
+
+
 def test_what_an_outer_optimizer_remembers_and_sends():
     local, params = diloco(4, outer=ADAMW), {n: jnp.ones(s) for n, s in SHAPES.items()}
     memory = gw.local_sgd(optax.sgd(0.1), local, axis_name=AXIS).init(params).averages.memory
