@@ -122,11 +122,15 @@ def require_the_same(found, expected):
 
 
 def main():
-    for shape in ((1,), (2,), (8,), (1, 1), (4, 2)):
-        explicit = (EXPLICIT,) * len(shape)
-        expected = as_on_no_mesh(shape)
-        for types, inside in ((explicit, "it"), ((EXPLICIT, AUTO)[: len(shape)], None)):
-            require_the_same(on_a_mesh(shape, types, inside, placed=True), expected)
+    """Each type of axes and each mesh in context is tried on four devices by `test_meshes.py`."""
+    for shape, types, inside in (
+        ((1,), (EXPLICIT,), "it"),
+        ((2,), (EXPLICIT,), None),
+        ((8,), (EXPLICIT,), "it"),
+        ((1, 1), (EXPLICIT, EXPLICIT), None),
+        ((4, 2), (EXPLICIT, AUTO), "it"),
+    ):
+        require_the_same(on_a_mesh(shape, types, inside, placed=True), as_on_no_mesh(shape))
 
 
 if __name__ == "__main__":

@@ -51,10 +51,12 @@ def types(tree):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow
 def test_the_types_of_a_state_stay(name, memory):
-    algorithm = METHODS[name].algorithm
+    algorithm, cases = METHODS[name].algorithm, MIXED
+    if memory is not None:  # which is what memory of such parameters is anyway
+        cases = [(params, given) for params, given in MIXED if params != memory]
     if memory is not None and isinstance(algorithm, Compressor):
         algorithm = dataclasses.replace(algorithm, state_dtype=memory)
-    for params, given in MIXED:
+    for params, given in cases:
         tx = average_gradients(algorithm, axis_name=AXIS)
         states = as_one_of_four(tx.init, of(params))
         averages, after = as_one_of_four(tx.update, of(given), states)
