@@ -439,6 +439,8 @@ def _alike(then: Side, otherwise: Side) -> tuple[Side, Side]:
     """Both sides of a branch with results of one structure and type, as `lax.cond` demands: zeros
     for what a dictionary lacks on one of them, and every array marked as varying where it varies on
     either side."""
+    # Traced once, and not again as `lax.cond` calls them: branches lie in branches.
+    then, otherwise = jax.jit(then, inline=True), jax.jit(otherwise, inline=True)
     first, second = jax.eval_shape(then), jax.eval_shape(otherwise)
     return lambda: _completed(then(), second), lambda: _completed(otherwise(), first)
 

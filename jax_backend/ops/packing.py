@@ -235,6 +235,7 @@ def within_a_branch(probe: jax.Array, make: Callable[[], T]) -> T:
 
 def taken(decision: jax.Array, make: Callable[[], T]) -> T:
     """`within_a_branch` that is taken by what `always` returned."""
+    make = jax.jit(make, inline=True)  # traced once, though its results are asked for first
     results = jax.eval_shape(make)
 
     def otherwise() -> T:

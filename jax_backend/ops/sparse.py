@@ -177,6 +177,7 @@ def compared_on_tpu(k: int, default: Callable[[], Any], compared: Callable[[], A
     each place is quicker for few, and is fused with what is around it."""
     if not 0 < k <= FEW:
         return default()
+    default = jax.jit(default, inline=True)  # traced once, though its results are asked for first
     likes = jax.eval_shape(default)
 
     def marked() -> Any:

@@ -1,6 +1,7 @@
 """Every kind of request on every kind of map, against the simulator in NumPy; and what it sends."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -305,3 +306,36 @@ def test_init_takes_the_number_of_replicas_from_groups_or_from_the_map():
         axis_name=AXIS,
     )
     assert jax.jit(inside)(jnp.zeros(3)).tolist() == [3 * (6 * 4 + 4) / 2] * 3
+
+
+TRACED = Counter[str]()
+
+
+class Nested(Compressor):
+    """Has a branch in a branch, and notes when each side is traced."""
+
+    async def compress(self, ops, name, x, memory, context):
+        async def averaged(x):
+            TRACED["inner"] += 1
+            return (await rq.mean(x),)
+
+        async def deeper(x):
+            TRACED["outer"] += 1
+            return await rq.branch(context.step > 2, averaged, plain, x)
+
+        async def plain(x):
+            return (x + 0.0,)
+
+        (mean,) = await rq.branch(context.step > 1, deeper, plain, x)
+        return x, mean, memory
+
+    def memory(self, ops, name, spec):
+        return {}
+
+
+def test_a_branch_in_a_branch_is_traced_once():
+    tx = average_gradients(Nested(error_feedback=False), axis_name=AXIS)
+    state = tx.init({"a": jnp.ones(24)})
+    TRACED.clear()
+    jax.make_jaxpr(tx.update, axis_env=[(AXIS, 4)])({"a": jnp.ones(24)}, state)
+    assert TRACED == {"outer": 1, "inner": 1}
