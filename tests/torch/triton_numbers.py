@@ -255,7 +255,9 @@ def test_an_error_that_does_not_lie_side_by_side_is_written_as_well():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_vectors_are_added_multiplied_and_looked_at_all_at_once(dtype):
+def test_vectors_are_added_multiplied_and_looked_at_all_at_once(dtype, monkeypatch):
+    if DEVICE.type == "cpu":  # the interpreter looks at all blocks that there could be
+        monkeypatch.setattr(fused, "SEEN", 2 * fused.VECTOR)
     generator = torch.Generator().manual_seed(0)
 
     def whole(*shape):  # numbers that every dtype here has, and so has their sum
