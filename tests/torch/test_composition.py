@@ -233,11 +233,12 @@ WRAPPERS = {
 
 
 #: Who trains so. The Trainer has a training step of its own; each wrapper is compiled once at
-#: least, which takes seconds.
+#: least, which takes seconds: `DataParallel` in a step with all features, and its model by itself
+#: in `test_a_compiled_model_trains_as_the_simulator_says`.
 USED = {
     "": tuple(WRAPPERS),
     "static_graph": ("DDP", "accelerate"),
-    "compiled model": ("DDP", "DataParallel", "Lightning", "Trainer"),
+    "compiled model": ("DDP", "Lightning", "Trainer"),
     "compiled step": ("DDP", "DataParallel", "accelerate"),
 }
 assert set(USED) == {"", *BESIDES}
