@@ -241,6 +241,7 @@ ROWS = {
         gw.abstract_state(zero(replicas=2).init(PARAMS), 2, mesh_of(2), AXIS)
     ),
     "Give what keeps whole arrays, such as optax.adamw, or OuterSGD(…)": outer_steps,
+    "Give one that draws none, such as optax.adamw, or OuterSGD(…)": outer_steps,
     "give what makes an Optax transformation, or OuterSGD(…)": outer_steps,
     "give zero(...) skip_non_finite=True": skipping,
     "give zero1(axis_name={})": zero1_along_the_other_axis,
