@@ -84,14 +84,12 @@ STACKED = {
 }
 MOST = {"pair": PAIR, "eight": EIGHT, "stacked": STACKED}
 ROWS = [(model, method) for model, ceilings in MOST.items() for method in ceilings]
-#: For 50 matrices of three shapes: processor seconds to compile for a TPU are to be at most so many
-#: times those of `pmean`, and some more.
-TIMES, SECONDS = 3, 8
-#: What is compiled so, in how many seconds more: how much processor time a compiler takes depends
-#: on what else the machine does.
-LONGER = dict.fromkeys(PAIR, 0) | {"Quantize('int8')": 3, "TopK(64,per=(64,64))": 2}
-#: And of those in stacks.
-STACKED_LONGER = dict.fromkeys(STACKED, 0) | {"Quantize('int8')": 4, "TopK(64,per=(64,64))": 9}
+#: For 50 matrices of three shapes, and for the same in stacks: processor seconds to compile for a
+#: TPU are at most so many times those of `pmean` in the same process. Seconds differ with the
+#: processor, and with what else the machine does; of these numbers the largest that was seen is
+#: three quarters.
+TIMES = dict.fromkeys(PAIR, 10) | {"Quantize('int8')": 15}
+TIMES_STACKED = dict.fromkeys(STACKED, 10) | {"Quantize('int8')": 14, "TopK(64,per=(64,64))": 20}
 #: What averages parameters as they are.
 DENSE = ("LocalSGD(4)", "diloco(4)")
 #: Bytes of a tile. What is sent to another slice is filled up to whole ones.
@@ -160,13 +158,12 @@ def test_a_tpu_passes_few_times_over_the_gradients(model, method):
 @all_of_it
 @pytest.mark.parametrize(
     ("model", "method"),
-    [*(("fifty", method) for method in LONGER), *(("stacked", method) for method in STACKED)],
+    [*(("fifty", method) for method in TIMES), *(("stacked", method) for method in STACKED)],
 )
 def test_layers_compile_in_little_more_time(model, method):
-    longer = {"fifty": LONGER, "stacked": STACKED_LONGER}[model]
-    found = rows("v5e", model, *longer)
-    most = TIMES * found["pmean"]["compile_s"] + SECONDS + longer[method]
-    assert found[method]["compile_s"] <= most, found[method]
+    times = {"fifty": TIMES, "stacked": TIMES_STACKED}[model]
+    found = rows("v5e", model, *times)
+    assert found[method]["compile_s"] <= times[method] * found["pmean"]["compile_s"], found[method]
 
 
 DIVIDED = (
