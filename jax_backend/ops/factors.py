@@ -20,9 +20,11 @@ from gradwire.jax_backend.ops.packing import unstack
 #: many elements at most, and so many times as many as they have.
 PADDED = 1 << 20
 TIMES = 2
-#: What has so many elements by itself is filled up with nothing: a TPU would pass over all of it
-#: once more, and there are few of them.
+#: What has so many elements by itself, in rows of so many, is filled up with nothing: a TPU would
+#: pass over all of it once more, and there are few of them. Of small matrices that were joined there
+#: are more, each a loop to compile, and rows are short.
 ALONE = 1 << 13
+LONG = 256
 
 
 class _Alike(NamedTuple):
@@ -83,7 +85,7 @@ def _lots(alike: Sequence[_Alike], dtypes: Sequence[Any]) -> list[list[_Alike]]:
         room, elements, count = 0, 0, 0
         for each in sorted(some, key=lambda each: each.shape[-1], reverse=True):
             *_, r, n = each.shape
-            if math.prod(each.shape) >= ALONE:
+            if math.prod(each.shape) >= ALONE and n >= LONG:
                 lots.insert(0, [each])
                 continue
             elements, count = elements + each.matrices * r * n, count + each.matrices
