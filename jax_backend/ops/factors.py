@@ -21,8 +21,8 @@ from gradwire.jax_backend.ops.packing import unstack
 PADDED = 1 << 20
 TIMES = 2
 #: What has so many elements by itself, in rows of so many, is filled up with nothing: a TPU would
-#: pass over all of it once more, and there are few of them. Of small matrices that were joined there
-#: are more, each a loop to compile, and rows are short.
+#: pass over all of it once more, and there are few of them. Of small matrices that were joined
+#: there are more, each a loop to compile, and rows are short.
 ALONE = 1 << 13
 LONG = 256
 
