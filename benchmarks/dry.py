@@ -91,6 +91,8 @@ WAITS = {
     "unique_dim",
     "_unique2",
 }
+#: Of those, what makes a bool of a tensor.
+FLAGS = {"_local_scalar_dense", "item", "is_nonzero"}
 
 
 # --- kernels of an operation: read off what torch's profiler saw of gradwire's hook on an H100,
@@ -175,7 +177,8 @@ class Kernels(TorchDispatchMode):
     thread.
 
     Args:
-        compute: run them too. Otherwise their results are memory that nobody has written to.
+        compute: run them too. Otherwise their results are memory that nobody has written to, and a
+            flag that the host reads is true.
 
     Attributes:
         by_name: kernels by the operation that launches them.
@@ -203,6 +206,8 @@ class Kernels(TorchDispatchMode):
         self.operations += 1
         if name in WAITS:
             self.waits += 1
+            if not self.compute and name in FLAGS and args[0].dtype == torch.bool:
+                return True  # in memory that nobody has written to, another each time
             return func(*args, **kwargs)
         if name in FREE or _is_view(func):
             return func(*args, **kwargs)

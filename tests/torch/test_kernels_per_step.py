@@ -145,12 +145,11 @@ def test_4096_replicas_take_hardly_an_operation_more_than_512(algorithm) -> None
     """One in twenty, of what is added up in slices."""
     shapes, found = {str(i): (64, 64) if i % 2 else (64,) for i in range(40)}, []
     for replicas in (512, 4096):
-        step, counts = gradwire_step(shapes, algorithm, replicas=replicas), []
-        for _ in range(4):  # in some steps each tensor is looked at once more
+        step = gradwire_step(shapes, algorithm, replicas=replicas)
+        for _ in range(3):
             with Kernels() as seen:
                 step.run()
-            counts.append(seen.operations)
-        found.append(min(counts))
+        found.append(seen.operations)
     assert found[1] <= 1.05 * found[0], found
     assert found[1] <= 60 + 25 * len(shapes), found
 
