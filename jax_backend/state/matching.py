@@ -62,7 +62,8 @@ def places(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Place | No
 
     def walk(node: Any, path: tuple[Any, ...]) -> None:
         alone, several = _names(node, shapes), None
-        if alone is None:
+        # a chain, of as many links as there are parameters, has their names if these are numbers
+        if alone is None and not (type(node) is tuple and _hold_several(node, shapes)):
             several = _names_of_several(node, shapes)
         own = several if alone is None else alone
         if own is not None:
@@ -139,6 +140,17 @@ def _names_of_several(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[
     ):
         return None
     return names
+
+
+def _hold_several(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether there is a tree like the parameters with several arrays in place of some of them below
+    the node."""
+    below = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
+    return any(
+        _hold_several(child, shapes) or _names_of_several(child, shapes)
+        for child in below
+        if child is not node
+    )
 
 
 def _hold_parameters(found: list[tuple[Any, Any]], shapes: Mapping[str, tuple[int, ...]]) -> bool:

@@ -1,6 +1,7 @@
 """The arrays of an optimizer's state belong to the same parameters whatever these are called, and
 whatever holds them."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import equinox
@@ -212,6 +213,15 @@ def test_lists_of_arrays_belong_to_the_parameters_at_whose_place_they_are():
     )
     assert [owner for owner, _ in owners(optax.chain(bare, bare), two)] == [0, 1, 0, 1]
     assert [owner for owner, _ in owners(optax.scale_by_sm3(), two[0])] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("tree", ["digits", "integers", "list", "tuple"])
+@pytest.mark.parametrize("several", [in_a_dictionary, Rows, lambda *both: both, Codes])
+def test_a_chain_of_as_many_links_as_parameters_holds_all_of_them_in_each(several, tree):
+    links = [factored(several), optax.identity(), optax.scale_by_schedule(lambda step: 0.1)]
+    for order in itertools.product(links, repeat=3):
+        chain = optax.chain(*order)
+        assert owners(chain, TREES[tree]()) == owners(chain, TREES["nested"]())
 
 
 def test_links_of_a_chain_are_no_parameters_of_a_list():
