@@ -143,8 +143,8 @@ def _names_of_several(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[
 
 
 def _hold_several(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether there is a tree like the parameters with several arrays in place of some of them below
-    the node."""
+    """Whether below the node there is a tree like the parameters with several arrays in place of
+    some of them."""
     below = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
     return any(
         _hold_several(child, shapes) or _names_of_several(child, shapes)
