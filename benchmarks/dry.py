@@ -293,11 +293,16 @@ def on_a_device(*, fused: bool = False) -> Iterator[None]:
     def init(self: TorchOps, device: torch.device) -> None:
         original(self, device)
         self.host_knows = False
+        self.truth = _unknown  # type: ignore[method-assign]
         self.fused = TorchFused(self) if fused else None
         self.multiplies_together = fused
 
     with mock.patch.object(TorchOps, "__init__", init):
         yield
+
+
+def _unknown(ok: Tensor) -> None:
+    """What the host knows of a flag on a device."""
 
 
 class _Arrived(Work):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,30 +71,39 @@ class Weighted(Wrapper):
     ) -> Stepped[A]:
         """A step of the inner algorithm. Arguments and results are those of `Algorithm.step`, and
         `weight`, of this replica: a number, or a scalar array."""
-        program = self.algorithm.step(ops, gradients, state, step)
         return await weighed(
-            Weighing(ops, weight, name=repr(self.algorithm)), program, state, self.per_replica
+            Weighing(ops, weight, name=repr(self.algorithm)),
+            lambda own: self.algorithm.step(ops, gradients, own, step),
+            state,
+            self.per_replica,
         )
 
 
 async def weighed(
     weighing: Weighing[A],
-    program: Program[Stepped[A]],
+    program: Callable[[State[A]], Program[Stepped[A]]],
     state: State[A],
     per_replica: frozenset[str],
 ) -> Stepped[A]:
-    """A program that is donated this state, by weight: an absent replica keeps what differs between
+    """A program by weight, which is donated the state: an absent replica keeps what differs between
     replicas as it was."""
-    ops, kept = weighing.ops, {}
-    for name, memory in state.tensors.items() if not weighing.present else ():
-        own = {key: x for key, x in memory.items() if key in per_replica}
-        kept[name] = {
-            key: ops.add(ops.zeros(tuple(x.shape), ops.dtype_of(x)), x) for key, x in own.items()
-        }
-    averages, after = await weighing.run(program)
-    for name, own in kept.items():
-        for key, x in own.items():
-            after.tensors[name][key] = ops.where(weighing.counts, after.tensors[name][key], x)
+    if weighing.present:
+        return await weighing.run(program(state))
+    ops = weighing.ops
+    places = [
+        (name, key, x)
+        for name, memory in state.tensors.items()
+        for key, x in memory.items()
+        if key in per_replica
+    ]
+    given = {name: dict(memory) for name, memory in state.tensors.items()}
+    kept = [x for *_, x in places]
+    for (name, key, _), x in zip(places, ops.copies(kept), strict=True):
+        given[name][key] = x
+    averages, after = await weighing.run(program(State(dict(state.shared), given, state.whole)))
+    new = [after.tensors[name][key] for name, key, _ in places]
+    for (name, key, _), x in zip(places, ops.where_each(weighing.counts, new, kept), strict=True):
+        after.tensors[name][key] = x
     return averages, after
 
 

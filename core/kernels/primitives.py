@@ -245,6 +245,12 @@ class Primitives(Protocol[A]):
         the program in JAX."""
         return make()
 
+    def copies(self, xs: Sequence[A]) -> list[A]:
+        """The same arrays where nobody else writes to them."""
+        return [
+            self.cast(x, self.dtype_of(x), out=self.zeros(x.shape, self.dtype_of(x))) for x in xs
+        ]
+
     def where_each(
         self, ok: A, xs: Sequence[A], ys: Sequence[A], *, limits: Sequence[float] = ()
     ) -> list[A]:

@@ -901,7 +901,7 @@ async def _exchange(
     # compressor is given a copy.
     differences = {n: m[DIFFERENCE] for n, m in tensors.items() if DIFFERENCE in m}
     if local.delayed:
-        differences = {n: ops.add(_zeros_like(ops, x), x) for n, x in differences.items()}
+        differences = dict(zip(differences, ops.copies(list(differences.values())), strict=True))
     memory: State[Any] = State(
         {key.removeprefix(prefix): x for key, x in shared.items() if key.startswith(prefix)},
         {n: _compressors(m) for n, m in tensors.items() if n in compressed},
@@ -909,12 +909,16 @@ async def _exchange(
     program: Step = local._algorithm.step
     if apart := split_by_direction(local.radial, {n: specs[n] for n in differences}):
         program = averaged_by_direction(program, apart)
-    averaged: Program[Stepped[Any]] = program(ops, differences, memory, index)
     if not local.weighted:
-        return await averaged
+        return await program(ops, differences, memory, index)
     weight = next(m[WEIGHT] for m in tensors.values() if WEIGHT in m)
     weighing = Weighing(ops, weight, name=repr(local._algorithm))
-    averages, after = await weighed(weighing, averaged, memory, local._algorithm.per_replica)
+    averages, after = await weighed(
+        weighing,
+        lambda own: program(ops, differences, own, index),
+        memory,
+        local._algorithm.per_replica,
+    )
     if local.eager:
         after.shared[TOTAL] = await weighing.whole()
     return averages, after

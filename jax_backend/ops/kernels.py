@@ -175,6 +175,9 @@ class JaxOps(Ops[jax.Array]):
         # to programs it is an array
         return Sum(x, y) if lazy else self.add(x, y, out=x)  # type: ignore[return-value]
 
+    def copies(self, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        return list(xs)  # to which nobody writes
+
     def where_each(
         self,
         ok: jax.Array,

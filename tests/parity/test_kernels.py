@@ -458,6 +458,7 @@ KERNELS = {
     "largest_each, ties": lambda ops, x, **_: placed(ops, [ops.asarray([[1, -0.0, 0.0, -0.0, NAN, 2, INF, -NAN, 2, -INF, -2]], ops.dtype_of(x)), x], 5),
     "elementwise_each": lambda ops, x, y, batch, **_: ops.elementwise_each(lambda x, y: ops.multiply(x, y, out=x), [batch[0], x], [batch[2], y])[1],
     "elementwise_each, neighbours": lambda ops, x, batch, **_: ops.rows(ops.elementwise_each(lambda x: ops.cast(x * 2.0, "float32"), [batch[1], batch[0], batch[2]]), 1),
+    "elementwise_each, far apart": lambda ops, x, y, p, q, v, **_: ops.rows(ops.elementwise_each(lambda x: ops.multiply(x, 2.0), [x, y, p, q, v]), 1),
     "unstack": lambda ops, batch, **_: ops.unstack(batch)[1],
     "mean_abs_each": lambda ops, x, batch, **_: ops.mean_abs_each([batch[0], x]),
     "mean_abs_each, of rows": lambda ops, x, v, **_: ops.mean_abs_each([v.reshape((1, 9)), x.reshape((1, 30))]),
@@ -510,6 +511,8 @@ KERNELS = {
     "add_each, last": lambda ops, x, y, p, q, **_: ops.add_each([x, p], [y, p * 2.0])[1],
     "add_each, of nothing": lambda ops, x, **_: ops.stack([x, *ops.add_each([], [])]),
     "materialize": lambda ops, x, batch, **_: ops.storage.materialize([batch, x])[0],
+    "copies": lambda ops, x, y, p, **_: ops.add_each(ops.copies([p, x]), [p, y])[1],
+    "copies, of nothing": lambda ops, x, **_: ops.stack([x, *ops.copies([])]),
     "where_each, true": lambda ops, x, y, p, **_: ops.where_each(true(ops, x), [p, x], [p * 2.0, y])[1],
     "where_each, false": lambda ops, x, y, p, **_: ops.where_each(false(ops, x), [p, x], [p * 2.0, y])[1],
     "where_each, neighbours": lambda ops, batch, x, **_: ops.stack(

@@ -110,17 +110,18 @@ AT_SCALE += [
 ]
 
 
-#: And by weight, and in nodes, which cost a device some launches more for each tensor.
+#: And by weight, and in nodes, which cost a device some launches more.
 BY_WEIGHT = [Weighted(each) for each in AT_SCALE]
 IN_NODES = [TwoLevel(each, within=4) for each in (PowerSGD(4), Sign())]
 
 
 @pytest.mark.parametrize("algorithm", [*AT_SCALE, *BY_WEIGHT, *IN_NODES], ids=repr)
 def test_what_the_host_dispatches_does_not_grow_with_replicas(algorithm, monkeypatch) -> None:
-    """Of 40 small tensors on the CPU, 60 operations and 25 a tensor, by weight 35; and, on a
-    device with Triton, 60 launches and 5 a tensor."""
+    """Of 40 small tensors on the CPU, 60 operations and 25 a tensor; and, on a device with Triton,
+    60 launches and 5 a tensor. By weight, 80 more."""
     monkeypatch.setattr(Weighing, "_counted", lambda self, total: True)  # nothing is computed
     shapes = {str(i): (64, 64) if i % 2 else (64,) for i in range(40)}
+    constant = 140 if algorithm in BY_WEIGHT else 60
     for replicas in (8, 64) if algorithm in BY_WEIGHT else (8, 64, 512):
         step = gradwire_step(shapes, algorithm, replicas=replicas)
         for _ in range(2):
@@ -128,15 +129,14 @@ def test_what_the_host_dispatches_does_not_grow_with_replicas(algorithm, monkeyp
                 step.run()
         with Kernels() as seen:
             step.run()
-        each = 35 if algorithm in BY_WEIGHT else 25  # what is not computed is any number
-        assert seen.operations <= 60 + each * len(shapes), replicas
-        if algorithm not in AT_SCALE:
+        assert seen.operations <= constant + 25 * len(shapes), replicas
+        if algorithm in IN_NODES:
             continue
         with on_a_device(fused=True):
             step = gradwire_step(shapes, algorithm, replicas=replicas)
         with Kernels():
             step.run()
-        assert counted(step)[0] <= 60 + 5 * len(shapes), replicas
+        assert counted(step)[0] <= constant + 5 * len(shapes), replicas
 
 
 @pytest.mark.slow

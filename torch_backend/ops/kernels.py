@@ -454,21 +454,27 @@ class TorchOps(CodingOps):
 
     def elementwise_each(self, f: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[Tensor]:
         answers: list[Any] = [None] * len(lists[0])
+        alone: list[int] = []
+
+        def compute(members: Sequence[int], wholes: Sequence[Tensor]) -> None:
+            parts = torch.split(f(*wholes), [lists[0][i].numel() for i in members])
+            for i, part in zip(members, parts, strict=True):
+                answers[i] = part.view(lists[0][i].shape)
+
         memory = [x.untyped_storage().data_ptr() for x in lists[0]]
         for members in group_by(range(len(answers)), memory):
-            own = [[xs[i] for i in members] for xs in lists]
-            order = self.join_order(own[0])
-            wholes = (
-                [side_by_side([xs[i] for i in order]) for xs in own] if len(order) > 1 else [None]
-            )
-            if any(x is None for x in wholes):
-                found = super().elementwise_each(f, *own)
+            ordered = [members[k] for k in self.join_order([lists[0][i] for i in members])]
+            wholes = [side_by_side([xs[i] for i in ordered]) for xs in lists]
+            if len(ordered) > 1 and not any(x is None for x in wholes):
+                compute(ordered, wholes)  # type: ignore[arg-type]
             else:
-                parts = torch.split(f(*wholes), [own[0][i].numel() for i in order])
-                places = dict(zip(order, parts, strict=True))
-                found = [places[k] for k in range(len(order))]
-            for i, x in zip(members, found, strict=True):
-                answers[i] = x.view(lists[0][i].shape)
+                alone += members
+        small = [i for i in alone if not self.host_knows and lists[0][i].numel() <= LARGE]
+        if len(small) > 1 + len(lists):  # launches to join each list, and for all of them
+            compute(small, [_flat([xs[i] for i in small]) for xs in lists])
+            alone = [i for i in alone if answers[i] is None]
+        for i in alone:
+            answers[i] = f(*[xs[i] for xs in lists])
         return answers
 
     # as it is, with no function round it

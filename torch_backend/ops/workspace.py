@@ -383,6 +383,12 @@ class Workspace(Ops[Tensor]):
         ]
         foreach_copy_([place for place, _ in pairs], [x for _, x in pairs])
 
+    def copies(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        places = [self.temporary(tuple(x.shape), x) for x in xs]
+        if xs:
+            self.copy_each(places, xs)
+        return places
+
     def add_in_order(self, out: Tensor, every: Tensor) -> None:
         """Add to an array on the CPU each of several (W, …), one after the other: an absent
         replica, of zeros, changes no bit, and no processor has an order of its own."""

@@ -17,12 +17,14 @@ themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from gradwire.core.codecs.cast import Cast
 from gradwire.core.codecs.coder import Coder
+from gradwire.core.kernels.arrays import group_by, message_key
 from gradwire.core.ops import A, Ops
 from gradwire.core.protocol.control_requests import watch
 from gradwire.core.protocol.exchanges import gather
@@ -128,9 +130,7 @@ class Weighing(Generic[A]):
     async def _wide_means(self, request: Any) -> tuple[A, ...]:
         ops, groups = self.ops, request.groups
         total = self._totals.get(groups)
-        sent = tuple(
-            self._times(x, given) for x, given in zip(request.arrays, request.donated, strict=True)
-        )
+        sent = self._parts(request.arrays, request.donated)
         donated = (True,) * len(sent)
         if total is None:
             sent += (ops.cast(self.weight, ops.dtype_of(request.arrays[0])).reshape((1,)),)
@@ -142,7 +142,7 @@ class Weighing(Generic[A]):
             sums = sums[:-1]
         if self._counted(total) is False:
             return tuple(request.arrays)  # only of a group; see `_found`
-        means = [ops.divide(x, ops.cast(total, ops.dtype_of(x)), out=x) for x in sums]
+        means = self._each(lambda x: ops.divide(x, ops.cast(total, ops.dtype_of(x)), out=x), sums)
         if (request.watched or (came and self._watches(groups))) and self._counted(total) is None:
             await self._watch(total)
         return self._kept(request, means, total)
@@ -152,16 +152,32 @@ class Weighing(Generic[A]):
         else: by them all of it may be NaN."""
         return groups == self._whole and not self.keeps
 
-    def _times(self, x: A, donated: bool) -> A:
-        """This replica's part of a sum. What is absent is left as it is: if nobody counts, nobody
+    def _parts(self, arrays: Sequence[A], donated: Sequence[bool]) -> tuple[A, ...]:
+        """This replica's parts of sums. What is absent is left as it is: if nobody counts, nobody
         has lost anything."""
-        ops, dtype, present = self.ops, self.ops.dtype_of(x), self.present
+        ops, present = self.ops, self.present
         if present is False:
-            return ops.zeros(tuple(x.shape), dtype)
-        product = ops.multiply(
-            x, ops.cast(self.weight, dtype), out=x if donated and present else None
-        )
-        return product if present else ops.where(self.counts, product, 0.0)
+            return tuple(ops.zeros(tuple(x.shape), ops.dtype_of(x)) for x in arrays)
+
+        def times(x: A, *, in_place: bool) -> A:
+            weight = ops.cast(self.weight, ops.dtype_of(x))
+            product = ops.multiply(x, weight, out=x if in_place else None)
+            return product if present else ops.where(self.counts, product, 0.0)
+
+        parts: dict[int, A] = {}
+        for in_place in (True, False):
+            chosen = [i for i, given in enumerate(donated) if (given and bool(present)) == in_place]
+            products = self._each(partial(times, in_place=in_place), [arrays[i] for i in chosen])
+            parts |= zip(chosen, products, strict=True)
+        return tuple(parts[i] for i in range(len(arrays)))
+
+    def _each(self, f: Callable[..., A], *lists: Sequence[A]) -> list[A]:
+        """`elementwise_each` of lists of any dtypes, each the same."""
+        found: dict[int, A] = {}
+        for chosen in group_by(range(len(lists[0])), map(message_key, lists[0])):
+            own = [[xs[i] for i in chosen] for xs in lists]
+            found |= zip(chosen, self.ops.elementwise_each(f, *own), strict=True)
+        return [found[i] for i in range(len(lists[0]))]
 
     async def _short_means(self, request: Any) -> tuple[A, ...]:
         """The means of arrays of 16 bits: of each dtype by itself."""
@@ -198,7 +214,7 @@ class Weighing(Generic[A]):
         # Some of the replicas may all be absent.
         apart = request.groups is not None and request.groups != self._whole
         if (apart or self.keeps) and self._counted(total) is None:
-            means = [ops.where(some, y, x) for x, y in zip(request.arrays, means, strict=True)]
+            means = self._each(lambda y, x: ops.where(some, y, x), means, request.arrays)
         return tuple(means)
 
     async def _watch(self, total: A) -> None:
