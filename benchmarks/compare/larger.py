@@ -2,10 +2,11 @@
 searched: a call of `gradwire compare`.
 
     python benchmarks/compare/larger.py            # some three hours on two quiet cores; after Ctrl-C the same line goes on
+    python benchmarks/compare/larger.py --table larger-codes        # low rank in codes, beside uncompressed averages: 80 minutes
     python benchmarks/compare/larger.py --steps 6 --seeds 1 --results "" --page ""      # whether it runs
 
-Runs are kept in build/compare-larger.json; what follows from them is written to
-benchmarks/results/compare-larger.json, and the table to docs/frontier.md.
+Runs are kept in build/compare-larger.json (or -codes); what follows from them is written to the file
+of that name in benchmarks/results, and the table to docs/frontier.md.
 """
 
 from __future__ import annotations
@@ -43,6 +44,15 @@ METHODS = (
     f"LocalSGD({PERIOD})",
     f"diloco({PERIOD})",
 )
+#: Mark of a table in the page → its rows, beside uncompressed averages.
+TABLES = {
+    "larger": METHODS,
+    "larger-codes": (
+        "WireDtype(PowerSGD(rank=16), 'int8')",
+        "WireDtype(PowerSGD(rank=16), 'int4')",
+        "WireDtype(PowerSGD(rank=4), 'int8')",
+    ),
+}
 
 
 def make(seed: int) -> Training:
@@ -71,20 +81,19 @@ def main() -> None:
     )
     p.add_argument("--steps", type=int, default=STEPS)
     p.add_argument("--seeds", type=int, default=SEEDS)
-    p.add_argument("--algorithms", nargs="+", default=METHODS)
-    p.add_argument("--runs", type=Path, default=ROOT / "build" / "compare-larger.json")
-    p.add_argument(
-        "--results",
-        default=str(HERE.parent / "results" / "compare-larger.json"),
-        help="'' for none",
-    )
+    p.add_argument("--table", choices=TABLES, default="larger")
+    p.add_argument("--runs", type=Path, help="default: build/compare-TABLE.json")
+    p.add_argument("--results", help="default: benchmarks/results/compare-TABLE.json; '' for none")
     p.add_argument(
         "--page",
         default=str(ROOT / "docs" / "frontier.md"),
         help="whose table is written; '' for none",
     )
     args = p.parse_args()
-    args.runs.parent.mkdir(exist_ok=True)
+    file = f"compare-{args.table}.json"
+    runs = args.runs or ROOT / "build" / file
+    results = str(HERE.parent / "results" / file) if args.results is None else args.results
+    runs.parent.mkdir(exist_ok=True)
     asked = [
         "compare",
         "larger:make",
@@ -95,7 +104,7 @@ def main() -> None:
         "--seeds",
         str(args.seeds),
     ]
-    methods = [part for method in args.algorithms for part in ("--algorithm", method)]
+    methods = [part for method in TABLES[args.table] for part in ("--algorithm", method)]
     command = [
         sys.executable,
         "-m",
@@ -105,7 +114,7 @@ def main() -> None:
         "--rates",
         *FACTORS,
         "--output",
-        str(args.runs.resolve()),
+        str(runs.resolve()),
     ]
     ended = subprocess.run(
         [*command, "--json"], cwd=HERE, stdout=subprocess.PIPE, text=True, check=False
@@ -113,15 +122,16 @@ def main() -> None:
     if ended.returncode:
         raise SystemExit(ended.returncode)
     print(ended.stdout)
-    if args.results:
+    if results:
+        table = "" if args.table == "larger" else f" --table {args.table}"
         found = {
-            "command": "python benchmarks/compare/larger.py",
+            "command": f"python benchmarks/compare/larger.py{table}",
             "steps": args.steps,
             "replicas": REPLICAS,
         }
-        save({**found, "found": json.loads(ended.stdout)}, Path(args.results))
+        save({**found, "found": json.loads(ended.stdout)}, Path(results))
     if args.page:
-        write_part(Path(args.page), "larger", page(Comparison.load(args.runs)))
+        write_part(Path(args.page), args.table, page(Comparison.load(runs)))
 
 
 if __name__ == "__main__":

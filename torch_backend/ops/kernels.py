@@ -464,8 +464,8 @@ class TorchOps(CodingOps):
         memory = [x.untyped_storage().data_ptr() for x in lists[0]]
         for members in group_by(range(len(answers)), memory):
             ordered = [members[k] for k in self.join_order([lists[0][i] for i in members])]
-            wholes = [side_by_side([xs[i] for i in ordered]) for xs in lists]
-            if len(ordered) > 1 and not any(x is None for x in wholes):
+            wholes = [side_by_side([xs[i] for i in ordered]) for xs in lists if len(ordered) > 1]
+            if wholes and not any(x is None for x in wholes):
                 compute(ordered, wholes)  # type: ignore[arg-type]
             else:
                 alone += members
