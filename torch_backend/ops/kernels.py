@@ -325,19 +325,28 @@ class TorchOps(CodingOps):
         if out is not None:
             if self.host_knows:
                 return [self.where(ok, x, math.nan, out=y) for x, y in zip(xs, out, strict=True)]
-            pairs = sorted(zip(xs, out, strict=True), key=lambda pair: pair[1].data_ptr())
-            for x, y in neighbours_joined(*zip(*pairs, strict=True)) if pairs else ():
+            ordered = sorted(zip(xs, out, strict=True), key=lambda pair: pair[1].data_ptr())
+            pairs = list(neighbours_joined(*zip(*ordered, strict=True))) if ordered else []
+            small = [pair for pair in pairs if pair[1].numel() <= LARGE]
+            if len(small) > 3:  # together they take three kernels
+                pairs = [pair for pair in pairs if pair[1].numel() > LARGE]
+                for members, places in _by_dtype(*zip(*small, strict=True)):
+                    factor = self._one_or_nan(ok, members[0].dtype)
+                    foreach_copy_(places, foreach_mul(members, factor))
+            for x, y in pairs:
                 torch.where(ok, x, self.scalar(math.nan, x.dtype), out=y)
             return list(out)
         if self.host_knows:
             return list(xs) if ok else [torch.full_like(x, math.nan) for x in xs]
         answers = list(xs)
         for members, positions in _by_dtype(xs, range(len(xs))):
-            dtype = members[0].dtype
-            one_or_nan = torch.where(ok, self.scalar(1.0, dtype), self.scalar(math.nan, dtype))
-            for i, x in zip(positions, foreach_mul(members, one_or_nan), strict=True):
+            factor = self._one_or_nan(ok, members[0].dtype)
+            for i, x in zip(positions, foreach_mul(members, factor), strict=True):
                 answers[i] = x
         return answers
+
+    def _one_or_nan(self, ok: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.where(ok, self.scalar(1.0, dtype), self.scalar(math.nan, dtype))
 
     def where_lazy(
         self,

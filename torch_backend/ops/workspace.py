@@ -318,14 +318,20 @@ class Workspace(Ops[Tensor]):
     ) -> list[Tensor]:
         n = matrix.shape[0]
         arrays = [matrix.new_empty(shape) for shape in shapes] if out is None else list(out)
+        places: list[Tensor] = []
+        found: list[Tensor] = []
         for x, columns in zip(
             arrays, torch.split(matrix, [-(-x.numel() // n) for x in arrays], dim=1), strict=True
         ):
             if x.is_contiguous() and x.numel() == columns.numel():
                 if x.data_ptr() != columns.data_ptr():  # else it lies there already
-                    x.view(columns.shape).copy_(columns)
+                    places.append(x.view(columns.shape))
+                    found.append(columns)
             else:
-                x.copy_(columns.reshape(-1)[: x.numel()].view(x.shape))
+                places.append(x)
+                found.append(columns.reshape(-1)[: x.numel()].view(x.shape))
+        if places:
+            self.copy_each(places, found)
         return arrays
 
     def pad(self, x: Tensor | Sum, n: int) -> Tensor:
