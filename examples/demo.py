@@ -192,10 +192,11 @@ def watched(
     moved()
     yield
     if child.returncode:
-        # After the traceback of the process that failed, torchrun adds long reports of its own.
+        # After the tracebacks of the process that failed, and of the other, which missed it,
+        # torchrun adds long reports of its own.
         said = errors.read_text(errors="replace").splitlines()
         own = list(itertools.takewhile(lambda line: "torch/distributed/elastic" not in line, said))
-        tail = "\n".join((own or said)[-25:])
+        tail = "\n".join((own or said)[-80:])
         raise TrainingFailed(
             f"{name} failed with exit status {child.returncode}. The end of {errors}:\n\n{tail}"
         )

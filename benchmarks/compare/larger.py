@@ -3,10 +3,10 @@ searched: a call of `gradwire compare`.
 
     python benchmarks/compare/larger.py            # some three hours on two quiet cores; after Ctrl-C the same line goes on
     python benchmarks/compare/larger.py --table larger-codes        # low rank in codes, beside uncompressed averages: 80 minutes
-    python benchmarks/compare/larger.py --steps 6 --seeds 1 --results "" --page ""      # whether it runs
+    python benchmarks/compare/larger.py --steps 6 --seeds 1 --runs /tmp/larger.json --results "" --page ""      # whether it runs
 
-Runs are kept in build/compare-larger.json (or -codes); what follows from them is written to the file
-of that name in benchmarks/results, and the table to docs/frontier.md.
+Runs are kept in benchmarks/results/compare-TABLE-runs.json; what follows from them is written to
+compare-TABLE.json beside it, and the table to docs/frontier.md.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=STEPS)
     p.add_argument("--seeds", type=int, default=SEEDS)
     p.add_argument("--table", choices=TABLES, default="larger")
-    p.add_argument("--runs", type=Path, help="default: build/compare-TABLE.json")
+    p.add_argument("--runs", type=Path, help="default: benchmarks/results/compare-TABLE-runs.json")
     p.add_argument("--results", help="default: benchmarks/results/compare-TABLE.json; '' for none")
     p.add_argument(
         "--page",
@@ -90,10 +90,9 @@ def main() -> None:
         help="whose table is written; '' for none",
     )
     args = p.parse_args()
-    file = f"compare-{args.table}.json"
-    runs = args.runs or ROOT / "build" / file
-    results = str(HERE.parent / "results" / file) if args.results is None else args.results
-    runs.parent.mkdir(exist_ok=True)
+    kept = HERE.parent / "results" / f"compare-{args.table}"
+    runs = args.runs or kept.with_name(f"{kept.name}-runs.json")
+    results = f"{kept}.json" if args.results is None else args.results
     asked = [
         "compare",
         "larger:make",
