@@ -8,6 +8,7 @@ import inspect
 import pickle
 import warnings
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -576,6 +577,48 @@ def test_masters_in_an_optimizers_state_go_with_their_parameters(
     )
     handle.synchronize()
     stepped(world, model, optimizer, range(13, 14))
+    assert world.agree(weights(model))
+
+
+class Lookahead(torch.optim.SGD):
+    """Slow weights, which the fast ones become every five steps (Zhang et al. 2019)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            slow = state.setdefault("slow", p.clone())
+            state["steps"] = state.get("steps", 0) + 1
+            if not state["steps"] % 5:
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+@cases.each(
+    {
+        f"{name}, {moments}": (optimizer, moments)
+        for name, optimizer in {
+            "ASGD": partial(torch.optim.ASGD, t0=4),
+            "Lookahead": Lookahead,
+        }.items()
+        for moments in ("keep", "average")
+    }
+)
+def test_averages_of_weights_are_no_masters_once_they_have_begun(
+    world: World, variant: tuple[Any, str]
+) -> None:
+    """What an optimizer keeps is the parameters at first. Later these become the mean of what they
+    are on all ranks, not of that."""
+    optimizer, moments = variant
+    model, made, handle = local_run(world, LocalSGD(3), optimizer, torch.float32, moments=moments)
+    for step in range(10):
+        stepped(world, model, made, range(step, step + 1))
+        before = world.everyones(weights(model))
+        if step == 7:
+            handle.synchronize()
+            wanted = {n: torch.stack([each[n] for each in before]).mean(0) for n in before[0]}
+            assert relative(weights(model), wanted) < 1e-5
+    handle.synchronize()
     assert world.agree(weights(model))
 
 

@@ -333,9 +333,10 @@ def test_layers_that_are_thawed_need_another_handle(world: World, kind: str) -> 
     assert world.agree(whole(model))
 
 
-@cases.case
-def test_the_layout_of_parameters_does_not_matter(world: World) -> None:
-    """channels_last parameters stay so, and mean the same."""
+@cases.each({"own": None, "fused": partial(torch.optim.AdamW, lr=0.05, fused=True)})
+def test_the_layout_of_parameters_does_not_matter(world: World, outer: Any) -> None:
+    """channels_last parameters stay so, and mean the same, also to fused optimizers, which go by
+    the order of memory."""
     found, loss = [], loss_on(75)
     for layout in (torch.channels_last, torch.contiguous_format):
         torch.manual_seed(0)
@@ -344,7 +345,7 @@ def test_the_layout_of_parameters_does_not_matter(world: World) -> None:
         local_sgd(
             conv,
             optimizer,
-            diloco(2, compressor=PowerSGD(1, min_compression_rate=1.0)),
+            diloco(2, compressor=PowerSGD(1, min_compression_rate=1.0), outer=outer),
             process_group=world.group,
         )
         module = Layers(lambda self, x, conv=conv: conv(x.reshape(-1, 3, 5, 5)).flatten(1))

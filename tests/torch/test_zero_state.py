@@ -443,3 +443,44 @@ def test_loaded_weights_count(world):
     loss_on(6, dtype=torch.bfloat16)(net, world.rank, 0).backward()
     zero.step()
     assert same_bits(net.state_dict(), other)
+
+
+def images():
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 2, 2))
+    return net.to(memory_format=torch.channels_last)
+
+
+@cases.each(SHARDS)
+def test_state_lies_as_its_parameter_does(world, shard):
+    """A fused optimizer goes through both in the order of memory, whatever their strides say. What
+    one optimizer remembers, another goes on from."""
+    fused = {"lr": 0.1, "momentum": 0.9, "fused": True}
+    options = fused | {"process_group": world.group, "average_gradients": True}
+
+    def loss(net, rank, step):
+        x = torch.randn(4, 2, 4, 5, generator=torch.Generator().manual_seed(step))
+        return (net(x) - x[..., 1:3, 1:4]).square().mean()
+
+    def plain(net):
+        return torch.optim.SGD(net.named_parameters(), **fused)
+
+    def sharded(shard):
+        return lambda net: gw.ZeroOptimizer(
+            net.named_parameters(), torch.optim.SGD, shard=shard, **options
+        )
+
+    alone = images()
+    fit(alone, plain(alone), 0, range(6), loss)
+    before = images()
+    zero = sharded(shard)(before)
+    fit(before, zero, 0, range(3), loss)
+    whole = zero.consolidated_state_dict(to=None)
+    for p, kept in zip(before.parameters(), whole["state"].values(), strict=True):
+        assert kept["momentum_buffer"].stride() == p.stride()
+    for made in (plain, *map(sharded, SHARDS)):
+        net = copy.deepcopy(before)
+        optimizer = made(net)
+        optimizer.load_state_dict(copy.deepcopy(whole))
+        fit(net, optimizer, 0, range(3, 6), loss)
+        assert relative(weights(net), weights(alone)) < 1e-4

@@ -36,6 +36,10 @@ COUNTER = "step"
 #: Averages at which ranks tell each other what their optimizers remember, until one of them
 #: remembers something.
 ATTEMPTS = 3
+#: After the name of masters, of a number that travels beside them: whether they still are.
+STILL = " still"
+#: So much of it, by the weights of ranks, is all of them.
+OF_ALL = 0.999
 #: Why ranks may not come to that.
 NOT_THERE = "Every rank takes equally many steps; those others have taken fewer, or have ended"
 
@@ -133,11 +137,13 @@ class Moments:
         if self._optimizer is None or not keys:
             return {}
         stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        masters = sorted(self._masters & set(keys))
         return {
             name: {
                 key: self._moment(p, key, self._keys[key]).detach().contiguous()
                 for key in sorted(keys)
             }
+            | {key + STILL: self._is_master(p, key) for key in masters}
             for name, p in self._parameters.items()
             if name in due and id(p) in stepped
         }
@@ -159,7 +165,8 @@ class Moments:
     def put(self, averages: Mapping[str, Mapping[str, Tensor]], averaged: Collection[str]) -> None:
         """Take the averages over, where there is something to replace, and they are finite; or drop
         the moments of the parameters that were `averaged`. A parameter whose master was averaged is
-        what that is, rounded once."""
+        what that is, rounded once, where it was its master on all ranks: what looked like one may
+        have been an average of weights that had only begun (ASGD, Lookahead)."""
         for name, moments in averages.items():
             p = self._parameters[name]
             mine = self._of(p)
@@ -172,8 +179,8 @@ class Moments:
                 if key in mine:
                     mine[key].copy_(torch.where(finite, value, mine[key]))  # type: ignore[arg-type]
                 if key in self._masters:
-                    own = local_part(p)
-                    own.copy_(torch.where(finite, value.to(own.dtype), own))  # type: ignore[arg-type]
+                    own, taken = local_part(p), moments[key + STILL] > OF_ALL
+                    own.copy_(torch.where(finite & taken, value.to(own.dtype), own))  # type: ignore[operator]
         if self._what == "reset" and self._optimizer is not None:
             for name in averaged:
                 self._optimizer.state.pop(self._parameters[name], None)
@@ -241,6 +248,13 @@ class Moments:
         if key not in mine and key in self._weights:
             return local_part(parameter).to(dtype or parameter.dtype)
         return mine[key] if key in mine else local_part(torch.zeros_like(parameter, dtype=dtype))
+
+    def _is_master(self, parameter: Tensor, key: str) -> Tensor:
+        """1 where the parameter is what the optimizer keeps under this name, rounded; else 0."""
+        mine, own = self._of(parameter), local_part(parameter).detach()
+        if key not in mine:
+            return own.new_ones((), dtype=torch.float32)
+        return (mine[key].to(own.dtype) == own).all().float()
 
     def _of(self, parameter: Tensor) -> dict[str, Tensor]:
         assert self._optimizer is not None

@@ -32,6 +32,7 @@ from gradwire.torch_backend.engine.torch_modes import outside_inference_mode, un
 from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.setup.assumptions import Assumptions
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank
+from gradwire.torch_backend.setup.layout import laid_out_like
 from gradwire.torch_backend.setup.self_check import wrong_here
 from gradwire.torch_backend.setup.sharded_models import sharded_parameter
 from gradwire.torch_backend.state.loss_scale import require_all_ranks, require_receiver, scale_of
@@ -309,7 +310,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if step:
             for name, piece in own.items():
                 gradient = gradients[name].reshape(-1)[: piece.numel()].view(piece.shape)
-                piece.grad = gradient.to(piece.dtype)
+                piece.grad = laid_out_like(piece, gradient.to(piece.dtype))
             self._copy_options(self.param_groups, self.optimizer.param_groups)
             self._step_pieces()
             self._copy_options(self.optimizer.param_groups, self.param_groups)

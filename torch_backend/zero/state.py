@@ -2,9 +2,9 @@
 
 A shard has the form of all states of this project (`gradwire.core.state.checkpoint`), with what is
 remembered of a parameter's piece in "tensors", by name, and in "shared" what all ranks have in
-common: "param_groups", the "shapes" of the parameters, and whether they are divided by "element" or
-by "parameter". The whole is what the plain optimizer's `state_dict` gives, so either loads the
-other's.
+common: "param_groups", the "shapes" of the parameters, the "strides" of those that are not
+contiguous, and whether they are divided by "element" or by "parameter". The whole is what the plain
+optimizer's `state_dict` gives, so either loads the other's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gradwire.core.state.checkpoint import head, require_kind
 from gradwire.core.text.wording import some
 from gradwire.core.zero.sharding import ElementShards, Shards, WholeShards
 from gradwire.torch_backend.monitor.stats import Sent
+from gradwire.torch_backend.setup.layout import laid_out_like, strides_of
 from gradwire.torch_backend.zero.shard import Shard
 
 MASTER = "master"
@@ -79,6 +80,11 @@ def shard_state(shard: Shard) -> dict[str, Any]:
             "param_groups": groups,
             "shapes": _shapes(shard.shards),
             "divided": _divided(shard.shards),
+            "strides": {
+                name: list(strides)
+                for name, p in shard.parameters.items()
+                if (strides := strides_of(p)) is not None
+            },
         },
         "tensors": state,
     }
@@ -140,8 +146,10 @@ def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 )
             shape = tuple(first["shared"]["shapes"][name])
             if owners:
+                strides = first["shared"]["strides"].get(name)
                 state[number] = {
-                    key: _joined(name, key, [o[key] for o in owners], shape) for key in owners[0]
+                    key: _joined(name, key, [o[key] for o in owners], shape, strides)
+                    for key in owners[0]
                 }
             numbers.append(number)
             number += 1
@@ -282,14 +290,16 @@ def _cut(shard: Shard, name: str, key: str, value: Any, is_whole: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     shape = shard.shards.specs[name].shape
+    piece = shard.pieces[name]
     if is_whole and tuple(value.shape) == shape:
-        return shard.of_whole(name, value).reshape(shard.pieces[name].shape).clone()
+        value = shard.of_whole(name, value).reshape(piece.shape)
+        return laid_out_like(piece, value.clone())
     if is_whole and value.ndim and shard.shards.in_pieces(name):
         raise ValueError(
             f"{key!r} of parameter {name!r} has shape {tuple(value.shape)} in the state, and the"
             f" parameter {shape}: it has no pieces"
         )
-    return value.clone()
+    return laid_out_like(piece, value.clone())
 
 
 def _require_weights(name: str, master: Any, piece: Tensor) -> None:
@@ -307,7 +317,14 @@ def _require_weights(name: str, master: Any, piece: Tensor) -> None:
         )
 
 
-def _joined(name: str, key: str, values: Sequence[Any], shape: tuple[int, ...]) -> Any:
+def _joined(
+    name: str,
+    key: str,
+    values: Sequence[Any],
+    shape: tuple[int, ...],
+    strides: Sequence[int] | None,
+) -> Any:
+    """What is remembered of a whole parameter, as it lies in memory."""
     first = values[0]
     if any(isinstance(v, Tensor) != isinstance(first, Tensor) for v in values):
         raise ValueError(
@@ -317,7 +334,8 @@ def _joined(name: str, key: str, values: Sequence[Any], shape: tuple[int, ...]) 
         return first
     joined = torch.cat([v.reshape(-1).to(first.device) for v in values])
     if joined.numel() == torch.Size(shape).numel():
-        return joined.view(shape)
+        whole = joined.view(shape)
+        return whole if strides is None else joined.new_empty_strided(shape, strides).copy_(whole)
     if any(v.shape != first.shape for v in values):
         raise ValueError(
             f"{key!r} of parameter {name!r} has {joined.numel()} elements in all shards, and its"
@@ -329,7 +347,7 @@ def _joined(name: str, key: str, values: Sequence[Any], shape: tuple[int, ...]) 
 def _require_shard(saved: Mapping[str, Any]) -> None:
     """Raise ValueError for what is no shard."""
     require_kind(saved, KIND, ("rank", "replicas", "shared", "tensors"))
-    if missing := {"param_groups", "shapes", "divided"} - saved["shared"].keys():
+    if missing := {"param_groups", "shapes", "divided", "strides"} - saved["shared"].keys():
         raise ValueError(f"'shared' in the state lacks {sorted(missing)}")
     for key in ("rank", "replicas"):
         if isinstance(saved[key], bool) or not isinstance(saved[key], int):

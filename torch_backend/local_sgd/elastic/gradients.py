@@ -63,7 +63,8 @@ class ElasticGradients(ElasticHandle):
             keep(state, self._memory.state)
             self._memory.steps += 1
             for name, p in self._parameters.items():
-                p.grad = average[name].clone() if p.grad is None else p.grad.copy_(average[name])
+                p.grad = torch.empty_like(p) if p.grad is None else p.grad
+                p.grad.copy_(average[name])
         else:  # a step without any gradient does nothing
             for p in self._parameters.values():
                 p.grad = None
