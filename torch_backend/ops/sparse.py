@@ -134,7 +134,7 @@ def _add(
     if ops.fused is not None and not distinct:
         ops.fused.add_at(total, index, rows, values)
         return
-    at, added = (index + rows).view(-1), values.reshape(-1)
+    at, added = (index + rows).reshape(-1), values.reshape(-1)
     if distinct:
         total.scatter_(0, at, added)
     elif ops.host_knows:
