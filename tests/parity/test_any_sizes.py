@@ -36,15 +36,8 @@ def allowed(case: str) -> float:
     return 0.1 if case.startswith("wire_factors") else TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "host_knows",
-    [True, pytest.param(False, marks=pytest.mark.slow)],
-    ids=["on the CPU", "as on a device"],
-)
-@pytest.mark.parametrize("case", CASES)
-@settings(max_examples=10)
-@given(shapes=SHAPES, replicas=st.integers(1, 3), seed=st.integers(0, 9))
-def test_is_that_of_the_simulator(case, host_knows, shapes, replicas, seed):
+def hold(case, shapes, replicas, seed, *, steps=2, host_knows=True):
+    """Take some steps with both, and compare averages."""
     algorithm = METHODS[case].algorithm
     named = {str(i): shape for i, shape in enumerate(shapes)}
     random = np.random.default_rng(seed)
@@ -55,7 +48,7 @@ def test_is_that_of_the_simulator(case, host_knows, shapes, replicas, seed):
     )
     for driver in drivers:
         driver.ops.host_knows = host_knows
-    for _ in range(STEPS):
+    for _ in range(steps):
         gradients = [
             {n: random.standard_normal(s, np.float32) for n, s in named.items()}
             for _ in range(replicas)
@@ -70,4 +63,27 @@ def test_is_that_of_the_simulator(case, host_knows, shapes, replicas, seed):
         for n, x in expected.items():
             assert all(torch.equal(own[n], found[0][n]) for own in found)
             scale = np.linalg.norm(gradients[0][n])
-            assert_close(n, found[0][n], x, scale, allowed(case), continuous=False)
+            what = f"{shapes}, {n}"
+            assert_close(what, found[0][n], x, scale, allowed(case), continuous=False)
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=6)
+@given(shapes=SHAPES, replicas=st.integers(1, 3), seed=st.integers(0, 9))
+def test_tensors_together_are_those_of_the_simulator(case, shapes, replicas, seed):
+    hold(case, shapes, replicas, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=6)
+@given(shapes=SHAPES, replicas=st.integers(1, 3), seed=st.integers(0, 9))
+def test_so_are_they_as_on_a_device(case, shapes, replicas, seed):
+    hold(case, shapes, replicas, seed, host_knows=False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_vector_alone_is_that_of_the_simulator(case):
+    """Of each size to beyond a block, some of which only fill part of it."""
+    for n in range(1, 67):
+        hold(case, [(n,)], 2, n, steps=1)
