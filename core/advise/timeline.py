@@ -52,7 +52,9 @@ class Compute:
         check_options(self)
 
     def ready(self, nbytes: int, total: int) -> float:
-        """When so many bytes of gradients are there, of so many in all."""
+        """When so many bytes of gradients are there, of so many in all; of none, at the end."""
+        if not total:
+            return self.seconds
         if not self.arrivals:
             return self.seconds * (FORWARD + (1 - FORWARD) * nbytes / total)
         times, made = zip(*self.arrivals, strict=True)

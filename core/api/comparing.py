@@ -25,6 +25,18 @@ PARTS = 2
 Progress = Callable[[str, int, int], object]
 
 
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C in a comparison.
+
+    Attributes:
+        comparison: what had been trained.
+    """
+
+    def __init__(self, comparison: Comparison) -> None:
+        super().__init__()
+        self.comparison = comparison
+
+
 def compare(
     make: Callable[..., Any],
     algorithms: Sequence[Any],
@@ -70,6 +82,8 @@ def compare(
         TypeError: an argument is something else, or `make` returns it, by name.
         ValueError: what a method or the training refuses; seeds that change nothing; a file of
             another comparison; fewer than four held-out windows, where rates are searched.
+        FileNotFoundError: there is no folder for `output`, before anything is trained.
+        Stopped: a `KeyboardInterrupt`, with the comparison so far.
     """
     for name, value in (("replicas", replicas), ("steps", steps), ("seeds", seeds)):
         if isinstance(value, bool) or not isinstance(value, int):
@@ -80,6 +94,8 @@ def compare(
         raise TypeError(
             f"make is a {type(make).__name__}; give a function that builds the training"
         )
+    if output is not None and not Path(output).parent.is_dir():
+        raise FileNotFoundError(f"output={str(output)!r}: there is no folder {Path(output).parent}")
     factors = _factors(rates)
     others = list({name_of(each): each for each in algorithms if each != PLAIN}.values())
     looks = {name_of(each): _looks(each, replicas, steps) for each in others}
@@ -94,22 +110,26 @@ def compare(
         runs.fingerprint = Fingerprint.of(make, first)
         runs = runs.continued(output)
     comparison = Comparison(runs, others)
-    for seed in range(seeds):
-        for algorithm in (PLAIN, *others):
-            name = name_of(algorithm)
-            for factor in [comparison.factor(algorithm) or 1.0] if seed else factors:
-                if runs.has(name, seed, factor, looks[name]):
-                    continue
-                shown = f"{name}, rate × {factor:g}" if len(factors) > 1 else name
-                on_step = _counted(partial(progress, shown, seed))
-                run = _engine(make, seed)(
-                    algorithm, replicas, steps, seed, looks[name], on_step, factor
-                )
-                _require_windows(run, factors)
-                runs.add(run)
-                _require_seeds_to_matter(runs, seed, factor)
-                if output is not None:
-                    runs.save(output)
+
+    def train(algorithm: Any, seed: int, factor: float) -> None:
+        name = name_of(algorithm)
+        shown = f"{name}, rate × {factor:g}" if len(factors) > 1 else name
+        on_step = _counted(partial(progress, shown, seed))
+        run = _engine(make, seed)(algorithm, replicas, steps, seed, looks[name], on_step, factor)
+        _require_windows(run, factors)
+        runs.add(run)
+        _require_seeds_to_matter(runs, seed, factor)
+        if output is not None:
+            runs.save(output)
+
+    try:
+        for seed in range(seeds):
+            for algorithm in (PLAIN, *others):
+                for factor in [comparison.factor(algorithm) or 1.0] if seed else factors:
+                    if not runs.has(name_of(algorithm), seed, factor, looks[name_of(algorithm)]):
+                        train(algorithm, seed, factor)
+    except KeyboardInterrupt as stopped:
+        raise Stopped(comparison) from stopped
     if output is not None:
         runs.save(output)  # with the factors that were asked for, also where all runs were there
     return comparison

@@ -255,7 +255,7 @@ class AbstractOps(Ops[AbstractArray]):
         return x
 
     def top_k(self, x: AbstractArray, k: int) -> AbstractArray:
-        if k > x.shape[-1]:
+        if not 0 <= k <= x.shape[-1]:
             raise ValueError(f"top_k: there are no {k} largest of {x.shape[-1]} elements")
         return AbstractArray((*x.shape[:-1], k), "int32")
 

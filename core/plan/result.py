@@ -194,8 +194,9 @@ class Plan:
                 where that takes less, up and down trees.
             bandwidth: 1/β, bytes per second of the link of a node, each direction, which its
                 replicas share.
-            nodes: on how many nodes they are, equally many on each, in order. None: each replica is
-                on a node of its own; of an algorithm with two levels these say.
+            nodes: on how many nodes they are, equally many on each, in order. 1: the link is that
+                between the replicas of it. None: each replica is on a node of its own; of an
+                algorithm with two levels these say.
             within: of an algorithm with two levels, latency and bandwidth of the links inside a
                 node; None leaves out what these take.
             library: what carries messages, where a node has several replicas: bytes on its link are

@@ -68,8 +68,9 @@ def utilization(
         step: seconds of a training step of one replica alone.
         link: of each node, to the others, "10Gbit" or bits per second. Its replicas share it.
         replicas: how many there are.
-        nodes: on how many nodes they are, equally many on each, in order. None: each is on a node
-            of its own; of an algorithm with two levels these say.
+        nodes: on how many nodes they are, equally many on each, in order. 1: the link is that
+            between the replicas of it. None: each is on a node of its own; of an algorithm with two
+            levels these say.
         latency: seconds for each hop of a message.
         dtype: of the model, instead of its own.
         library: what carries messages, "nccl" or "gloo", where a node has several replicas: the
@@ -238,4 +239,4 @@ class _Shape:
         share: Times = (
             self.period * sum(self.seconds) / period_seconds(self.seconds, sent, self.period)
         )
-        return share + np.zeros_like(bits)
+        return np.minimum(share, 1.0) + np.zeros_like(bits)  # which rounding may exceed

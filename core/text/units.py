@@ -21,7 +21,7 @@ def rate(text: str) -> float:
     unit = re.sub(r"/s$", "", re.sub(r"(?<=[kMGT])b(ps|/s)$|^bps$", "bit", unit))
     known = {name.lower() if name.endswith("bit") else name: worth for name, worth in RATES.items()}
     worth = known.get(unit.lower() if unit.lower().endswith("bit") else unit)
-    if worth is None or not number > 0:
+    if worth is None or not 0 < number * worth < math.inf:
         raise ValueError(f"{text!r} is no rate: give it as 10Gbit, 100Mbit or 1.25GB/s")
     return number * worth
 
@@ -29,7 +29,7 @@ def rate(text: str) -> float:
 def seconds(text: str) -> float:
     """Seconds of "50us", "0.2 ms" or "1s". Raises ValueError for anything else."""
     number, unit = _split(text)
-    if unit not in TIMES or number < 0:
+    if unit not in TIMES or not 0 <= number < math.inf:
         raise ValueError(f"{text!r} is no time: give it as 50us, 0.2ms or 1s")
     return number * TIMES[unit]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -117,7 +118,7 @@ class Runs:
             ],
         }
         with whole_file(path) as file:
-            file.write((json.dumps(data) + "\n").encode())
+            file.write((json.dumps(_of_json(data), allow_nan=False) + "\n").encode())
 
     @classmethod
     def load(cls, path: str | Path) -> Runs:
@@ -139,7 +140,8 @@ class Runs:
                     int(step): [float(x) for x in losses]
                     for step, losses in run["held_out"].items()
                 }
-                runs.add(Run(**run | {"held_out": held_out, "specs": specs}))
+                losses = [float(x) for x in run["losses"]]
+                runs.add(Run(**run | {"losses": losses, "held_out": held_out, "specs": specs}))
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{path} is no comparison of gradwire ({type(error).__name__}: {error})"
@@ -188,6 +190,15 @@ class Runs:
         return "; ".join(
             f"{method} (seeds {', '.join(map(str, sorted(own)))})" for method, own in seeds.items()
         )
+
+
+def _of_json(x: Any) -> Any:
+    """The same with "nan" and "inf" in place of numbers that JSON does not have."""
+    if isinstance(x, Mapping):
+        return {key: _of_json(each) for key, each in x.items()}
+    if isinstance(x, list | tuple):
+        return [_of_json(each) for each in x]
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def _written(spec: Spec) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,8 @@ class Verdict:
         step: after so many steps; None if nothing can be said.
         loss: of the method, the mean over seeds and windows.
         difference: of the mean losses, in parts of that of uncompressed averages: 0.01 is 1 %
-            worse.
+            worse. NaN where either is NaN or inf.
+        plain: of uncompressed averages, as `loss`.
         margin: half the interval that holds the difference with 95 % confidence; None from one
             seed, which says nothing of others.
         seeds: how many there were of both.
@@ -42,6 +43,7 @@ class Verdict:
     margin: float | None = None
     seeds: int = 0
     bound: float | None = None
+    plain: float = 0.0
 
     def __str__(self) -> str:
         return self.in_short() + (
@@ -53,6 +55,8 @@ class Verdict:
         if self.step is None:
             return "no verdict"
         where = f"at step {self.step}"
+        if not math.isfinite(self.plain):
+            return f"no verdict: uncompressed averages diverge, loss {self.plain} {where}"
         if not math.isfinite(self.loss):
             return f"diverges: loss {self.loss} {where}"
         percent = 100 * self.difference
@@ -84,13 +88,16 @@ def verdict(
             " windows)"
         )
     seeds, windows = losses.shape
-    scale = abs(reference.mean())
-    differences = (losses - reference) / scale
-    found = Verdict(step, float(losses.mean()), float(differences.mean()), None, seeds)
-    if seeds < 2 or windows < 2 or not np.isfinite(differences).all():
+    found = Verdict(step, float(losses.mean()), seeds=seeds, plain=float(reference.mean()))
+    if not math.isfinite(found.loss) or not math.isfinite(found.plain):
+        return found
+    # Beside a loss of zero a difference is what it is.
+    differences = (losses - reference) / (abs(found.plain) or 1.0)
+    found = replace(found, difference=float(differences.mean()))
+    if seeds < 2 or windows < 2:
         return found
     upper = found.difference + margin(differences, 2 * ONE_SIDED - 1)
-    return Verdict(step, found.loss, found.difference, margin(differences), seeds, upper)
+    return replace(found, margin=margin(differences), bound=upper)
 
 
 def margin(differences: npt.NDArray[np.float64], confidence: float = CONFIDENCE) -> float:

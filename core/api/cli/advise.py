@@ -16,6 +16,7 @@ from gradwire.cli.models import BadArgument, Model, load_callable
 from gradwire.core.advise.advice import weigh
 from gradwire.core.advise.probe import Probe
 from gradwire.core.advise.timing import NoStep
+from gradwire.core.kernels.abstract import NotPortable
 
 
 def load_probe(text: str) -> Probe:
@@ -75,7 +76,7 @@ def print_advice(
         algorithms = algorithms or compared
     try:
         costs = method_costs(model.specs, probe, algorithms or None, _shown)
-    except ValueError as error:
+    except (ValueError, NotPortable) as error:
         raise BadArgument(f"--algorithm: {error}") from error
     advice = weigh(costs, model.specs, probe, compute, limits, losses)
     print(json.dumps(advice.as_dict(), indent=1) if as_json else advice)

@@ -34,6 +34,8 @@ from gradwire.core.text import units
 T = TypeVar("T")
 #: Replicas. Groups of more are lists that nobody has memory for.
 MOST = 1 << 20
+#: Milliseconds of a year.
+LONGEST_MS = 365 * 86_400e3
 #: Exit statuses: of a wrong argument, of what could not be written, as on a full disk or where
 #: nobody reads on (`| head`), and of Ctrl-C.
 WRONG, UNWRITTEN, INTERRUPTED = 2, 1, 130
@@ -100,7 +102,8 @@ def plan(
         int | None,
         typer.Option(
             min=1,
-            help="Machines. What stays inside one is not on the link. None: one for each replica.",
+            help="Machines. What stays inside one is not on the link; of a single one, the link is"
+            " that between its replicas. None: one for each replica.",
         ),
     ] = None,
     library: Annotated[
@@ -138,8 +141,8 @@ def plan(
     )
     if utilization and step_ms is None:
         raise BadArgument("--utilization needs --step-ms, the time of a step of one replica alone")
-    if step_ms is not None and not step_ms > 0:
-        raise BadArgument(f"--step-ms {step_ms:g} must be more than 0")
+    if step_ms is not None and not 0 < step_ms < LONGEST_MS:
+        raise BadArgument(f"--step-ms {step_ms:g} must be more than 0, and less than a year")
     step = step_ms / 1e3 if utilization and step_ms is not None else None
     print_plans(loaded, algorithms, shape, step, summary=summary, as_json=json)
 

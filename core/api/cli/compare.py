@@ -9,18 +9,18 @@ import io
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, TimeRemainingColumn
 
-from gradwire.cli.models import BadArgument, load_callable
-from gradwire.comparing import compare
+from gradwire.cli.models import BadArgument, load_callable, require_folder
+from gradwire.comparing import Stopped, compare
 from gradwire.core.advise.compare.comparison import Comparison
-from gradwire.core.advise.compare.runs import Runs
 from gradwire.core.advise.probe import ALL, Probe
 from gradwire.core.state.files import whole_file
 from gradwire.core.text.units import rate_of, time_of
@@ -119,6 +119,8 @@ def print_comparison(
     `picture` is where, in the format of its suffix; None: beside the output, as SVG. To `table` all
     losses are written as CSV.
     """
+    files = {"--output": output, "--csv": table, "--picture": picture}
+    _require_apart({option: path for option, path in files.items() if path is not None})
     if picture is not None:
         _require_drawable(picture)
     make = load_callable(training, "TRAINING")
@@ -151,11 +153,12 @@ def print_comparison(
             )
         except (TypeError, ValueError) as error:
             raise BadArgument(f"{training}: {error}") from error
-        except KeyboardInterrupt:
+        except Stopped as stopped:
+            found, status = stopped.comparison, INTERRUPTED
+            if not found.runs.done:
+                print("gradwire: stopped before a run had ended", file=sys.stderr)
+                return status
             print(f"gradwire: stopped; the same command goes on from {output}", file=sys.stderr)
-            if not output.exists():
-                return INTERRUPTED
-            found, status = Comparison(Runs.load(output), algorithms), INTERRUPTED
     print(json.dumps(found.as_dict(), indent=1) if as_json else found)
     if not as_json:
         drawn = _drawn(found, picture or output.with_suffix(".svg"), network)
@@ -187,6 +190,21 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _require_apart(files: Mapping[str, Path]) -> None:
+    """Raise BadArgument, before anything is trained, for files that nobody can write, or of which
+    one would take the place of another. A picture has its own place beside the output."""
+    for option, path in files.items():
+        require_folder(option, path)
+    if "--picture" not in files and files["--output"].suffix == ".svg":
+        raise BadArgument(
+            f"--output {files['--output']} is where the picture goes; give a name that ends with"
+            " .json"
+        )
+    for (option, path), (other, its) in combinations(files.items(), 2):
+        if path.resolve() == its.resolve():
+            raise BadArgument(f"{other} {its} is the file of {option}; give it another name")
 
 
 def _require_drawable(path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire.cli.models import BadArgument
+from gradwire.cli.models import BadArgument, require_folder
 from gradwire.cli.tables import say
 from gradwire.core.simulate.doctor.report import FAULT, NOTE, OK, SKIPPED, Report, Row
 from gradwire.doctoring import doctor
@@ -32,8 +32,7 @@ def run_doctor(
     algorithms: Sequence[Any] | None, output: Path, *, quick: bool, as_json: bool
 ) -> int:
     """Check, print, and return the exit status: 1 if anything is wrong. Raises BadArgument."""
-    if not output.parent.is_dir():
-        raise BadArgument(f"--output {output}: there is no folder {output.parent}")
+    require_folder("--output", output)
     try:
         report = doctor(algorithms, quick=quick, output=output, show=_unsaid if as_json else _show)
     except (TypeError, RuntimeError) as error:

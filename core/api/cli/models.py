@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import sysconfig
 import traceback
@@ -29,6 +30,16 @@ FORMS = (
 class BadArgument(ValueError):
     """An argument of the command line that cannot be used. The message names it, its value and the
     fix."""
+
+
+def require_folder(option: str, path: Path) -> None:
+    """Raise BadArgument, before anything is measured or trained, for a file that nobody can
+    write."""
+    if not path.parent.is_dir():
+        raise BadArgument(f"{option} {path}: there is no folder {path.parent}")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        what = f"{path} is a folder" if path.is_dir() else f"{path.parent} may not be written to"
+        raise BadArgument(f"{option} {path}: {what}; give the name of a file elsewhere")
 
 
 @dataclass(frozen=True)

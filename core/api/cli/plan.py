@@ -16,6 +16,7 @@ from gradwire.cli.tables import NAME, in_lines, plain_table, say, show
 from gradwire.core.advise.advice import written
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.kernels.abstract import NotPortable
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.advice import CompressionWarning, advice
 from gradwire.core.plan.dry_run import size_of
@@ -137,7 +138,7 @@ def _planned(model: Model, algorithm: Algorithm | LocalSGD, link: Link) -> Plan:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CompressionWarning)  # it is printed below the tables
             return make_plan(model.specs, own, world_size=link.replicas)
-    except ValueError as error:
+    except (ValueError, NotPortable) as error:
         raise BadArgument(f"--algorithm {algorithm!r}: {error}") from error
 
 
@@ -215,11 +216,15 @@ def _used(plan: Plan, model: Model, link: Link, step: float | None) -> dict[str,
         return {}
     given: dict[str, Any] = {"step": step, "latency": link.latency}
     given |= {"replicas": link.replicas, "nodes": link.nodes, "library": link.library}
-    share = utilization(model.specs, plan.algorithm, link=8 * link.bandwidth, **given)
-    try:
-        needed: float | None = link_for(model.specs, plan.algorithm, utilization=ENOUGH, **given)
-    except ValueError:
-        needed = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CompressionWarning)  # it is printed below the tables
+        share = utilization(model.specs, plan.algorithm, link=8 * link.bandwidth, **given)
+        try:
+            needed: float | None = link_for(
+                model.specs, plan.algorithm, utilization=ENOUGH, **given
+            )
+        except ValueError:
+            needed = None
     return {"utilization": share, "link_for_90": needed}
 
 

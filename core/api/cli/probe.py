@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradwire.cli.models import BadArgument
+from gradwire.cli.models import BadArgument, require_folder
 from gradwire.core.advise.probe import Probe
 
 HOW = """a link has two ends, and here is one process. Start one for each replica, on every machine:
@@ -39,8 +39,8 @@ def run_probe(
         )
     _require_sense(framework, backend, coordinator, processes, process)
     # before anybody measures
-    if _of_launcher("RANK", process or 0) == 0 and not output.parent.is_dir():
-        raise BadArgument(f"--output {output}: there is no folder {output.parent}")
+    if _of_launcher("RANK", process or 0) == 0:
+        require_folder("--output", output)
     try:
         if framework == "torch":
             found, first = _torch(nodes, backend)
