@@ -444,6 +444,10 @@ class Compressor(abc.ABC):
             else:
                 programs.append(self.compress(ops, name, left.x, memories[name], context))
         *each, averages = await together([*programs, mean_each(lot.rest)])
+        if joint is None:
+            for name, found in zip(x, each, strict=True):
+                if name not in stacks:
+                    self._require_promised(name, gradients[name].shape, memories[name], found)
         for left in x.values():
             # computed by now, or not at all; of a traced branch, whose arrays end with it
             left.sent = None
@@ -459,6 +463,29 @@ class Compressor(abc.ABC):
                 received[name] = Dense(mean)
         own = dict(zip(x, payloads_of(sent), strict=True))
         return _Exchanged(own, dict(zip(x, memory, strict=True)), received, averages)
+
+    def _require_promised(
+        self, name: str, shape: tuple[int, ...], memory: Mapping[str, A], found: Any
+    ) -> None:
+        """Raise ValueError for what `compress` returns of a tensor and did not promise: arrays of
+        other shapes would be broadcast, and no error feedback could say so."""
+        said = f"{type(self).__name__}.compress({name!r})"
+        if not isinstance(found, tuple) or len(found) != 3 or not isinstance(found[2], Mapping):
+            raise ValueError(f"{said} must return (sent, received, memory)")
+        for what, array in zip(("sent", "received"), found[:2], strict=True):
+            if not isinstance(array, PAYLOADS) and tuple(array.shape) != tuple(shape):
+                raise ValueError(
+                    f"{said} returns `{what}` of shape {tuple(array.shape)}; the tensor has"
+                    f" {tuple(shape)}"
+                )
+        for key, array in found[2].items():
+            if key not in memory:
+                raise ValueError(f"{said} returns memory {key!r}, which `memory` does not make")
+            if tuple(array.shape) != tuple(memory[key].shape):
+                raise ValueError(
+                    f"{said} returns memory {key!r} of shape {tuple(array.shape)}; `memory` makes"
+                    f" {tuple(memory[key].shape)}"
+                )
 
     def _memory_after(
         self, ops: Ops[A], ok: A, lot: _Lot[A], exchanged: _Exchanged[A]

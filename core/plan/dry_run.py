@@ -211,8 +211,30 @@ class DryRun:
         counted = _portable_form(self.algorithm)
         program = counted.step(OPS, gradients, self.memory.of(gradients), number)
         tried = rehearsed(program, phase, self.world_size)
+        if counted is self.algorithm:
+            _require_promised(counted, gradients, tried.result)
         # What nobody can look into may ask for the number of the step.
         return replace(tried, by_number=number.asked or counted is not self.algorithm)
+
+
+def _require_promised(
+    algorithm: Algorithm, gradients: Mapping[str, AbstractArray], result: Any
+) -> None:
+    """Raise ValueError for what a step returns and did not promise: an average of each gradient, in
+    its shape."""
+    averages = result[0] if isinstance(result, tuple) and len(result) == 2 else None
+    if not isinstance(averages, Mapping) or averages.keys() != gradients.keys():
+        found = sorted(averages) if isinstance(averages, Mapping) else type(result).__name__
+        raise ValueError(
+            f"{algorithm!r}: a step must return (averages, state), and returns {found} for the"
+            f" gradients {sorted(gradients)}"
+        )
+    for name, x in averages.items():
+        if tuple(x.shape) != tuple(gradients[name].shape):
+            raise ValueError(
+                f"{algorithm!r}: the average of {name!r} has shape {tuple(x.shape)}, and the"
+                f" gradient {tuple(gradients[name].shape)}"
+            )
 
 
 def _portable_form(algorithm: Any) -> Any:

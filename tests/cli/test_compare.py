@@ -159,6 +159,23 @@ def test_a_comparison_that_was_stopped_goes_on(folder, capsys, taken):
     assert [name for name, *_ in taken[5:]] == ["AllReduce()", "LocalSGD(period=7)"]
 
 
+def test_what_was_stopped_is_not_shown_as_what_a_file_has_of_another(folder, capsys, taken):
+    options = command("-a", "Sign()", "--seeds", "1")
+    run(capsys, *options)
+    before = (folder / "comparison.json").read_text()
+    training = folder / "some_training.py"
+    training.write_text(training.read_text().replace("SGD(p, 0.1)", "SGD(p, 0.2)"))
+    sys.modules.pop("some_training", None)
+    taken.stop = len(taken) + 1
+    with pytest.raises(SystemExit) as ended:
+        app.main(list(options))
+    assert ended.value.code == 130
+    said = capsys.readouterr()
+    assert "stopped before a run had ended" in said.err
+    assert not said.out
+    assert (folder / "comparison.json").read_text() == before
+
+
 def test_rates_are_searched_with_the_first_seed_and_gone_on_with(folder, capsys, taken):
     options = ("-a", "Sign()", "--seeds", "2", "--rates", "1", "0.01", "2", "--json")
     found = json.loads(run(capsys, *command(*options)))
@@ -253,6 +270,13 @@ def test_an_advice_weighs_what_was_compared(folder, capsys):
             "--probe missing.json",
         ),
         (("-a", "Sign()", "--step-ms", "1"), "make", "--link or --probe"),
+        *(
+            (("-a", "Sign()", option, "absent/x.svg"), "make", f"{option} absent/x.svg: there is")
+            for option in ("--output", "--csv", "--picture")
+        ),
+        (("-a", "Sign()", "--output", "."), "make", "--output .: . is a folder"),
+        (("-a", "Sign()", "-o", "x.json", "--csv", "x.json"), "make", "--csv x.json is the file"),
+        (("-a", "Sign()", "-o", "x.svg"), "make", "--output x.svg is where the picture goes"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(folder, capsys, options, training, named):

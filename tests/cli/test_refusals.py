@@ -12,7 +12,22 @@ from gradwire.core.advise.probe import ALL, Level, Probe
 from tests.cli.called import refused
 
 MODULE = """
+import dataclasses
 import torch
+import gradwire
+from gradwire.core.protocol import mean
+class _Own(gradwire.Compressor):
+    def memory(self, ops, name, spec):
+        return {}
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Summed(_Own):
+    async def compress(self, ops, name, x, memory, context):
+        return x, await mean(x - x.sum()), memory
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Negative(_Own):
+    async def compress(self, ops, name, x, memory, context):
+        sent = ops.take(x.reshape((-1,)), ops.top_k(x.reshape((-1,)), -1))
+        return x, await mean(sent), memory
 def linear():
     return torch.nn.Linear(4, 4)
 class Method:
@@ -135,6 +150,16 @@ JAX_OF_TWO = ["probe", "--coordinator", "localhost:1", "--processes", "2"]
             ([*PLAN, option, value], f"{option} '{value}'")
             for option, value in (("--link", "10"), ("--latency", "5"))
         ),
+        *(
+            ([*PLAN, option, "9" * 400 + unit], f"{option} '999")
+            for option, unit in (("--link", "Gbit"), ("--latency", "s"))
+        ),
+        *(
+            ([*PLAN, "--utilization", "--step-ms", value], f"--step-ms {value}")
+            for value in ("nan", "inf", "0", "1e+308")
+        ),
+        ([*PLAN, "-a", f"{WRONG}:Summed()"], "--algorithm Summed(): Summed() is not portable"),
+        ([*PLAN, "-a", f"{WRONG}:Negative()"], "there are no -1 largest of 131072 elements"),
         ([*PLAN, "--replicas", "4", "--nodes", "3"], "--nodes 3"),
         ([*PLAN, "--replicas", "0"], "'--replicas'"),
         ([*PLAN, "--links", "3"], "--links"),
@@ -157,6 +182,7 @@ JAX_OF_TWO = ["probe", "--coordinator", "localhost:1", "--processes", "2"]
         ([*ADVISE_3, "--compare", "probe.json"], "--compare: probe.json"),
         ([*ADVISE_3, "-a", "PowerSGD"], "--algorithm 'PowerSGD'"),
         ([*ADVISE_3, "-a", "PowerSGD(rank={'absent': 4})"], "--algorithm: "),
+        ([*ADVISE_3, "-a", f"{WRONG}:Summed()"], "--algorithm: Summed() is not portable"),
         (["probe"], "torchrun --nproc-per-node=8 --no-python gradwire probe"),
         (["probe", "--framework", "torch"], "gradwire probe --framework jax --coordinator"),
         (["probe", "--framework", "torch", "--processes", "2"], "--processes 2"),

@@ -584,6 +584,9 @@ SAYS = [
     ([[2.0, 2.0], [3.0, 3.0]], [*TENTH, [2.9, 2.9]], "not told apart"),
     ([[2.0, 2.0]], TENTH, "+10.0 %, no interval, at step 4, 1 seed"),
     (TWO, [[2.2, math.nan]] * 2, "diverges"),
+    ([[math.nan, 2.0]] * 2, TWO, "no verdict: uncompressed averages diverge, loss nan at step 4"),
+    ([[math.inf] * 2] * 2, [[math.nan] * 2] * 2, "no verdict: uncompressed averages diverge"),
+    ([[0.0, 0.0]] * 2, [[0.0, 0.0]] * 2, "not told apart (+0.00 % ± 0.00) at step 4, 2 seeds"),
 ]
 
 

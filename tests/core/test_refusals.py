@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +40,7 @@ from gradwire.testing import check
 OPS = NumpyOps()
 NAN, INF = float("nan"), float("inf")
 SHAPES = {"w": (64, 32)}
+GRADIENT = {"w": np.ones(SHAPES["w"])}
 LAYERS = {"layers.0": (40, 30), "layers.1": (40, 30)}
 PAIRS = ((0, 1), (2, 3))
 
@@ -76,6 +77,31 @@ class Half:
 
     def init(self, ops, specs): ...
     def step(self, ops, gradients, state, step): ...
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Returns(gw.Compressor):
+    """Of each matrix what a function makes of the tensor, as (sent, received, memory)."""
+
+    what: Any
+
+    def memory(self, ops, name, spec):
+        return {"m": ops.zeros((2,), spec.dtype)} if len(spec.shape) > 1 else None
+
+    async def compress(self, ops, name, x, memory, context):
+        return self.what(ops, await rq.mean(x), memory)
+
+
+class Averages(AllReduce):
+    """What a function makes of the averages."""
+
+    def __init__(self, what):
+        super().__init__()
+        object.__setattr__(self, "what", what)
+
+    async def step(self, ops, gradients, state, step):
+        averages, state = await super().step(ops, gradients, state, step)
+        return self.what(averages), state
 
 
 class Careless(PowerSGD):
@@ -195,6 +221,44 @@ NO_ALGORITHMS = [
 
 MISSED, MAPPINGS = {"layers.*": 1, "layer.*": 1}, ("rank", "stacked", "rows")
 TWO_ROWS = PowerSGD(1, stacked={"w": 1}, rows={"w": 2})
+BROKEN_PROMISES = [
+    *(
+        (ValueError, f"Returns.compress('w') {said}", partial(door, Returns(what=what)))
+        for door in (
+            lambda x: Simulator(x, SHAPES, 2).step([GRADIENT] * 2),
+            lambda x: plan(SHAPES, x),
+        )
+        for said, what in {
+            "returns `sent` of shape (1,); the tensor has (64, 32)": lambda ops, x, memory: (
+                ops.zeros((1,), ops.dtype_of(x)),
+                x,
+                memory,
+            ),
+            "returns `received` of shape (2048,)": lambda ops, x, memory: (
+                x,
+                x.reshape((-1,)),
+                memory,
+            ),
+            "returns memory 'new'": lambda ops, x, memory: (x, x, memory | {"new": x}),
+            "returns memory 'm' of shape (64, 32); `memory` makes (2,)": lambda ops, x, memory: (
+                x,
+                x,
+                {"m": x},
+            ),
+            "must return (sent, received, memory)": lambda ops, x, memory: (x, x),
+        }.items()
+    ),
+    *(
+        (ValueError, said, lambda what=what: plan(SHAPES, Averages(what)))
+        for said, what in {
+            "returns [] for the gradients ['w']": lambda averages: {},
+            "the average of 'w' has shape (2048,), and the gradient (64, 32)": lambda averages: {
+                name: x.reshape((-1,)) for name, x in averages.items()
+            },
+        }.items()
+    ),
+]
+
 PATTERNS = [
     *each(
         ValueError,
@@ -582,6 +646,7 @@ TABLES = (
     OPTIONS,
     WIRE,
     NO_ALGORITHMS,
+    BROKEN_PROMISES,
     PATTERNS,
     SCHEDULES,
     GROUPS,
