@@ -11,7 +11,18 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from gradwire import AllReduce, PowerSGD, Quantize, Sign, TopK, TwoLevel, WireDtype, diloco, plan
+from gradwire import (
+    AllReduce,
+    LocalSGD,
+    PowerSGD,
+    Quantize,
+    Sign,
+    TopK,
+    TwoLevel,
+    WireDtype,
+    diloco,
+    plan,
+)
 from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.protocol.reductions import Reduce
@@ -19,6 +30,7 @@ from gradwire.torch_backend import local_sgd
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.nodes import nodes_of
 from gradwire.torch_backend.state import rank_memory
+from gradwire.torch_backend.torch_internals import number_of_groups
 from tests.torch.compare import relative, same_bits
 from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
@@ -393,3 +405,20 @@ def test_a_coded_plain_step_with_a_nan_is_counted(world):
         loss = LOSS(ddp, world.rank, 0)
         (loss * float("nan") if poisoned and world.rank == 2 else loss).backward()
     assert (handle.stats().steps, handle.stats().skipped_steps) == (3, 1)
+
+
+@cases.case
+def test_groups_of_nodes_are_made_once(world):
+    """A sweep has many registrations, and torch keeps groups for ever: with sockets and threads."""
+    algorithm, made = TwoLevel(PowerSGD(2), world.size // 2), []
+    for turn in range(3):
+        ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group)
+        LOSS(ddp, world.rank, turn).backward()
+        if turn:
+            handle.unregister()
+        del ddp, handle
+        local_sgd(
+            mlp(*WIDTHS), None, LocalSGD({((0, 1), (2, 3)): 1, "all": 2}), process_group=world.group
+        )
+        made.append(number_of_groups())
+    assert made == made[:1] * 3

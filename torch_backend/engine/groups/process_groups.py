@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from contextlib import nullcontext
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,9 @@ from gradwire.torch_backend.torch_internals import (
     store_of,
     timeout_of_library,
 )
+
+#: A group → those of its partitions that have been made.
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[Groups, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def given_or_default(
@@ -39,8 +43,9 @@ class ProcessGroups:
     rank i.
 
     To be made on all ranks of `whole`, with the same partitions in the same order: making a group
-    communicates. New groups have the library and the timeout of `whole`, and the same partition
-    twice is made once.
+    communicates. New groups have the library and the timeout of `whole`. The same partition is made
+    once, as long as there is `whole`: torch keeps groups, with their sockets and threads, until
+    somebody destroys them, which nobody can where a handle is dropped on one rank.
 
     Raises:
         ValueError: groups are to be made within a part of the world, and `init_process_group` was
@@ -53,9 +58,12 @@ class ProcessGroups:
         self.whole = whole
         self._own: dict[Groups, dist.ProcessGroup] = {}
         everybody = (tuple(range(dist.get_world_size(whole))),)
+        made = _made.setdefault(whole, {})
         for groups in partitions:
             if groups is not None and groups not in self._own:
-                self._own[groups] = whole if groups == everybody else _make(whole, groups)
+                if groups != everybody and groups not in made:
+                    made[groups] = _make(whole, groups)
+                self._own[groups] = whole if groups == everybody else made[groups]
 
     def also(self, partitions: Iterable[Groups]) -> ProcessGroups:
         """The same groups, and those of further partitions, of which only the new ones are made."""
@@ -72,6 +80,7 @@ class ProcessGroups:
 
     def destroy(self) -> None:
         """Give them back to torch. To be called on all ranks."""
+        _made.pop(self.whole, None)
         for group in {self.whole, *self._own.values()}:
             dist.destroy_process_group(group)
 
