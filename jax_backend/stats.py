@@ -242,6 +242,7 @@ def stats(state: Any) -> Stats:
             " in what it was given. Give it the optimizer's state; of what nnx.split returned, in"
             " which types are gone, the optimizer itself: nnx.merge(graphdef, state)[1]"
         )
+    survey(state).refuse_skipped_steps()
     surveyed = survey(found)
     surveyed.refuse_missed_averages()
     note_skipped_steps(found)

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from gradwire.core.protocol.groups import Groups, require_partition
-from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
+from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of, is_manual
 
 T = TypeVar("T")
 
@@ -79,6 +79,17 @@ class Peers:
             options["axis_index_groups"] = self.groups
         try:
             return one_message(lambda xs: collective(xs, self.axes, *args, **options), arrays)
+        except AssertionError as error:  # of JAX, which has no message for it
+            kinds = {axis: is_manual(axis) for axis in self.axes}
+            if len({*kinds.values()}) == 1:
+                raise
+            mapped = [axis for axis, manual in kinds.items() if not manual]
+            raise NotImplementedError(
+                f"the axes {self._said()!r}: {', '.join(map(repr, mapped))} of jax.vmap, and the"
+                " others of jax.shard_map or jax.pmap. JAX sums over both together, and gathers"
+                " over axes of one kind only. Map all of them with jax.shard_map, or average over"
+                " them uncompressed: all_reduce_mean"
+            ) from error
         except NotImplementedError as error:
             if self.groups is None:
                 raise

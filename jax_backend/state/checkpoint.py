@@ -82,6 +82,7 @@ def set_replicas(state: T, replicas: Replicas) -> T:
         RuntimeError: see `distribute`.
     """
     found = survey(state)
+    found.refuse_skipped_steps()
     found.refuse_pmap_form()
     found.refuse_missed_averages()
     note_skipped_steps(state)

@@ -275,6 +275,7 @@ def unreplicate(state: T) -> T:
         RuntimeError: see `distribute`.
     """
     found = survey(state)
+    found.refuse_skipped_steps()
     found.refuse_accumulated(half=True)
     found.refuse_missed_averages()
     note_skipped_steps(state)

@@ -167,7 +167,9 @@ def place_mark(*, placed: bool) -> jax.Array:
 
 
 def is_placed(mark: Any) -> bool:
-    return bool(mark.dtype == bool)
+    """Of another dtype than either it is what arithmetic on a state has made of a placed one, as
+    that of `optax.contrib.sam`: what is not placed is refused before anybody computes with it."""
+    return bool(mark.dtype != jnp.int8)
 
 
 def layout_of(replicas: int, axes: int) -> dict[str, tuple[()]]:

@@ -537,6 +537,9 @@ PLACED_WRONGLY = [
      "inner_opt_state.0.local.per_replica", "optax.MultiSteps"),
     *((lambda tx=tx: gw.replicate(FINITE(tx).init(PARAMS)), ValueError, "optax", "apply_if_finite") for tx in BARE),
     *((lambda tx=tx: gw.replicate(SKIPPING(tx).init(PARAMS)), ValueError, "optax", "should_skip_upd") for tx in BARE),
+    *((lambda tx=tx, see=see: see(jax.pmap(lambda _: tx.init(PARAMS), AXIS)(np.zeros(4))), ValueError, "optax", said)
+      for see in (gw.stats, gw.unreplicate)
+      for tx, said in ((SKIPPING(TX), "should_skip_upd"), (FINITE(TX), "apply_if_finite"))),
     *((lambda tx=tx: gw.partition_specs(SEVERAL(tx).init(PARAMS), AXIS), ValueError, "optax.MultiSteps")
       for tx in BARE),
     *((lambda tx=tx: gw.unreplicate(gw.replicate(SEVERAL(tx).init(PARAMS))._replace(mini_step=np.ones(4))), ValueError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import optax
 import pytest
 from flax import nnx
 
-from gradwire import AllReduce, PowerSGD, WireDtype
+from gradwire import AllReduce, PowerSGD, TopK, WireDtype
 from gradwire.core.kernels import random
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.jax_backend import (
@@ -474,3 +475,28 @@ def test_what_the_state_of_a_chain_tells(name):
                 warnings.simplefilter("always")
                 call(state)
             assert [said in str(w.message) for w in caught] == ([] if said is None else [True])
+
+
+def test_a_state_is_kept_by_arithmetic():
+    """Of two states `optax.contrib.sam` takes one by multiplying with 0 and 1, which makes integers
+    of booleans."""
+    averaging = average_gradients(TopK(2, per=16), axis_name=AXIS)
+    tx = optax.contrib.sam(
+        optax.chain(averaging, optax.sgd(0.1)),
+        optax.chain(all_reduce_mean(axis_name=AXIS), optax.sgd(0.05)),
+        sync_period=2,
+    )
+    params = {"w": jnp.ones((16, 12))}
+    state = replicate((params, tx.init(params)), axis_name=AXIS)
+
+    @partial(jax.pmap, axis_name=AXIS)
+    def step(gradients, state):
+        updates, after = tx.update(gradients, state[1], state[0])
+        return optax.apply_updates(state[0], updates), after
+
+    for i in range(4):
+        gradients = np.random.default_rng(i).standard_normal((4, 16, 12), np.float32)
+        state = step({"w": gradients}, state)
+    found = np.asarray(state[0]["w"])
+    assert all(np.array_equal(each, found[0]) for each in found)
+    assert stats(unreplicate(state)).steps

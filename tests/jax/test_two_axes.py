@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from gradwire import AllReduce, PowerSGD, WireDtype
+from gradwire import AllReduce, PowerSGD, TopK, WireDtype
 from gradwire.jax_backend import average_gradients
 from tests.jax.replicas import AXIS
 
@@ -80,3 +80,30 @@ def step_of(algorithm):
         in_specs=({n: P(AXIS, *spec) for n, spec in SPECS.items()},),
         out_specs=SPECS,
     )
+
+
+def test_what_gathers_over_axes_of_two_kinds_is_refused_by_name():
+    """JAX itself fails there, without a word."""
+    mesh = jax.make_mesh((2,), ("host",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    gradients = {"w": np.arange(4 * 16 * 12.0, dtype=np.float32).reshape(2, 2, 16, 12)}
+
+    def step(algorithm):
+        tx = average_gradients(algorithm, axis_name=("host", "simulated"))
+
+        def one(g):
+            return tx.update(g, tx.init(g))[0]
+
+        def host(g):
+            mapped = jax.vmap(one, axis_name="simulated")(jax.tree.map(lambda x: x[0], g))
+            return jax.tree.map(lambda x: x[None], mapped)
+
+        each = P("host")
+        return jax.jit(
+            jax.shard_map(host, mesh=mesh, in_specs=each, out_specs=each, check_vma=False)
+        )
+
+    averages = step(AllReduce())(gradients)["w"]
+    expected = np.broadcast_to(gradients["w"].mean((0, 1)), averages.shape)
+    np.testing.assert_allclose(averages, expected, rtol=1e-5)
+    with pytest.raises(NotImplementedError, match=r"'simulated' of jax\.vmap"):
+        step(TopK(2, per=16))(gradients)
