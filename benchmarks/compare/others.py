@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -31,16 +32,27 @@ from compare import glyphs, larger  # noqa: E402
 from gradwire.core.advise.compare.comparison import Comparison  # noqa: E402
 
 REPLICAS, SEEDS, PERIOD = 4, 3, 30
-FACTORS = ("0.5", "1", "2")
 CODES = ("WireDtype(AllReduce(), 'int8')", "Quantize('int4')")
 LOW_RANK_IN_CODES = (
     "WireDtype(PowerSGD(rank=16), 'int8')",
     "WireDtype(PowerSGD(rank=16), 'int4')",
     "WireDtype(PowerSGD(rank=4), 'int8')",
 )
-#: Mark of a table in the page → what is trained, and the rows beside uncompressed averages.
-TABLES: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
-    "larger": (
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is trained, the rows beside uncompressed averages, and factors on its learning rate,
+    which are tried for each."""
+
+    trained: ModuleType
+    methods: tuple[str, ...]
+    factors: tuple[str, ...] = ("0.5", "1", "2")
+
+
+#: By their marks in the page.
+TABLES = {
+    "larger": Table(
         larger,
         (
             *CODES,
@@ -51,8 +63,8 @@ TABLES: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
             f"diloco({PERIOD})",
         ),
     ),
-    "larger-codes": (larger, LOW_RANK_IN_CODES),
-    "glyphs": (glyphs, CODES + LOW_RANK_IN_CODES),
+    "larger-codes": Table(larger, LOW_RANK_IN_CODES),
+    "glyphs": Table(glyphs, CODES + LOW_RANK_IN_CODES, ("1", "2", "4")),
 }
 
 
@@ -86,7 +98,8 @@ def main() -> None:
         help="whose table is written; '' for none",
     )
     args = p.parse_args()
-    trained, methods = TABLES[args.table]
+    table = TABLES[args.table]
+    trained = table.trained
     steps = args.steps or trained.STEPS
     name = f"compare-{args.table}.json"
     runs = args.runs or ROOT / "build" / name
@@ -106,8 +119,8 @@ def main() -> None:
             f"{trained.__name__.removeprefix('compare.')}:make",
         ),
         *(part for option in asked.items() for part in option),
-        *(part for method in methods for part in ("--algorithm", method)),
-        *("--rates", *FACTORS, "--json"),
+        *(part for method in table.methods for part in ("--algorithm", method)),
+        *("--rates", *table.factors, "--json"),
     ]
     ended = subprocess.run(command, cwd=HERE, stdout=subprocess.PIPE, text=True, check=False)
     if ended.returncode:

@@ -320,6 +320,11 @@ class Compressor(abc.ABC):
             kept = Spec(spec.shape, self.state_dtype or spec.dtype)
             memory = self.memory(ops, name, kept) if spec.size else None
             if memory is not None:
+                if ERROR in memory:
+                    raise ValueError(
+                        f"{type(self).__name__}.memory({name!r}) makes {ERROR!r}, which is that of"
+                        " error feedback; give it another name"
+                    )
                 state.tensors[name] = memory
                 if self.error_feedback:
                     memory[ERROR] = ops.zeros(kept.shape, kept.dtype)

@@ -92,6 +92,11 @@ class Returns(gw.Compressor):
         return self.what(ops, await rq.mean(x), memory)
 
 
+class KeepsError(Returns):
+    def memory(self, ops, name, spec):
+        return {"error": ops.zeros(spec.shape, spec.dtype)}
+
+
 class Averages(AllReduce):
     """What a function makes of the averages."""
 
@@ -222,6 +227,7 @@ NO_ALGORITHMS = [
 MISSED, MAPPINGS = {"layers.*": 1, "layer.*": 1}, ("rank", "stacked", "rows")
 TWO_ROWS = PowerSGD(1, stacked={"w": 1}, rows={"w": 2})
 BROKEN_PROMISES = [
+    (ValueError, "KeepsError.memory('w') makes 'error'", lambda: plan(SHAPES, KeepsError(what=0))),
     *(
         (ValueError, f"Returns.compress('w') {said}", partial(door, Returns(what=what)))
         for door in (
