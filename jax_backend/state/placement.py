@@ -71,9 +71,9 @@ def partition_specs(state: Any, axis_name: AxisName) -> Any:
         A tree of the same structure: `P(axis_name)` for what is per replica, `P()` for the rest.
 
     Raises:
-        ValueError: the transformation is inside `optax.apply_if_finite`, or inside
-            `optax.MultiSteps`, whose accumulated gradients differ between replicas and have no axis
-            for them; or it is one of local SGD, and not all of the state is marked by
+        ValueError: the transformation is inside `optax.apply_if_finite` or
+            `optax.contrib.mechanize`, or inside `optax.MultiSteps`, whose accumulated gradients
+            differ between replicas and have no axis for them; or it is one of local SGD, and not all of the state is marked by
             `stack_replicas`. Or it belongs to replicas along another axis, or is in pmap form.
 
     Warns of an `optax.chain` in which moments precede what averages gradients, or in which a mask
@@ -90,6 +90,7 @@ def _require_sound(found: Survey, axis_name: AxisName | None) -> None:
     """What `partition_specs` raises and warns of. `axis_name` None: for pmap, under which each
     array has an axis for the replicas."""
     found.refuse_skipped_steps()
+    found.refuse_tuned_outside()
     if axis_name is not None:
         found.refuse_accumulated()
         found.refuse_other_axis(axis_name)

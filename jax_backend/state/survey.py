@@ -161,6 +161,17 @@ class Survey:
                 " optax.apply_if_finite(optimizer, ...)), or give zero(...) skip_non_finite=True"
             )
 
+    def refuse_tuned_outside(self) -> None:
+        """Raise ValueError for a transformation inside `optax.contrib.mechanize`, which tunes the
+        learning rate by gradients as they come to it: by those of each replica alone."""
+        for memory in self._wrappers("x0", "base_optimizer_state").values():
+            raise ValueError(
+                f"the transformation with the memory {'.'.join(memory)} is inside"
+                " optax.contrib.mechanize, which sees gradients before they are averaged, and goes"
+                " another way on each replica. Put it behind: optax.chain(power_sgd(...),"
+                " optax.contrib.mechanize(optimizer))"
+            )
+
     def refuse_accumulated(self, *, half: bool = False) -> None:
         """Raise ValueError for a transformation inside `optax.MultiSteps`; `half`: only if that has
         accumulated something."""

@@ -536,6 +536,10 @@ PLACED_WRONGLY = [
     (lambda: gw.partition_specs(SEVERAL(optax.chain(TX, ADAM)).init(PARAMS), AXIS), ValueError,
      "inner_opt_state.0.local.per_replica", "optax.MultiSteps"),
     *((lambda tx=tx: gw.replicate(FINITE(tx).init(PARAMS)), ValueError, "optax", "apply_if_finite") for tx in BARE),
+    *((lambda tx=tx: gw.replicate(optax.contrib.mechanize(optax.chain(tx, ADAM)).init(PARAMS)), ValueError, "mechanize")
+      for tx in (TX, MEAN)),
+    (lambda: gw.partition_specs(optax.contrib.mechanize(optax.chain(TX, ADAM)).init(PARAMS), AXIS), ValueError,
+     "local.per_replica", "mechanize"),
     *((lambda tx=tx: gw.replicate(SKIPPING(tx).init(PARAMS)), ValueError, "optax", "should_skip_upd") for tx in BARE),
     *((lambda tx=tx, see=see: see(jax.pmap(lambda _: tx.init(PARAMS), AXIS)(np.zeros(4))), ValueError, "optax", said)
       for see in (gw.stats, gw.unreplicate)

@@ -484,3 +484,42 @@ def test_state_lies_as_its_parameter_does(world, shard):
         optimizer.load_state_dict(copy.deepcopy(whole))
         fit(net, optimizer, 0, range(3, 6), loss)
         assert relative(weights(net), weights(alone)) < 1e-4
+
+
+@cases.case
+def test_names_are_the_users(world):
+    """Parameters that were given without names are taken in order, and nobody is told of others."""
+
+    def parameters(net, *, named):
+        return net.named_parameters() if named else net.parameters()
+
+    def zero(net, *, named):
+        given = parameters(net, named=named)
+        options = {"process_group": world.group, "average_gradients": True, "lr": 0.01}
+        return gw.ZeroOptimizer(given, ADAMW, **options)
+
+    def plain(net, *, named):
+        return ADAMW(parameters(net, named=named), lr=0.01)
+
+    for named in (True, False):
+        net = model()
+        optimizer = zero(net, named=named)
+        train(net, optimizer, world.rank, range(2))
+        whole = optimizer.consolidated_state_dict(to=None)
+        assert ("param_names" in whole["param_groups"][0]) is named
+        alone = plain(net, named=named)
+        alone.load_state_dict(whole)
+        further = nn.Parameter(torch.zeros(2))
+        alone.add_param_group({"params": [("further", further) if named else further]})
+        for state in (whole, plain_state(whole, plain(net, named=named))):
+            for there in (True, False):
+                other = zero(copy.deepcopy(net), named=there)
+                other.load_state_dict(copy.deepcopy(state))
+                again = other.consolidated_state_dict(to=None)
+                assert same_bits(again["state"], whole["state"])
+
+
+def plain_state(whole, optimizer):
+    """What a plain optimizer that went on from it saves."""
+    optimizer.load_state_dict(whole)
+    return optimizer.state_dict()

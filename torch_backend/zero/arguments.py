@@ -30,6 +30,8 @@ from gradwire.torch_backend.torch_internals import MUON, NeedsTorch
 from gradwire.torch_backend.zero.rules import Rule
 
 T = TypeVar("T")
+#: What a parameter is called that was given without a name.
+MADE_UP = "parameter.{}"
 
 
 def require_parameters(trained: Mapping[str, Tensor]) -> None:
@@ -149,6 +151,13 @@ def divide(
     return parts[0] if len(parts) == 1 else MixedShards(specs, world_size, tuple(parts))
 
 
+def are_made_up(names: Iterable[str]) -> bool:
+    """Whether these are names of parameters that were given without any. (A `ParameterList` called
+    "parameter" has such too; where all of a group are, its order says as much.)"""
+    begin = MADE_UP.format("")
+    return all(name.startswith(begin) and name[len(begin) :].isdigit() for name in names)
+
+
 def named_groups(
     params: Iterable[Any],
 ) -> tuple[list[dict[str, Any]], dict[Tensor, str], dict[str, Tensor]]:
@@ -184,7 +193,7 @@ def named_groups(
         members = group["params"]
         kept = []
         for entry in [members] if isinstance(members, Tensor) else members:
-            name, p = entry if isinstance(entry, tuple) else (f"parameter.{len(names)}", entry)
+            name, p = entry if isinstance(entry, tuple) else (MADE_UP.format(len(names)), entry)
             if not isinstance(p, Tensor):
                 raise TypeError(
                     f"params holds a {type(p).__name__}; give parameters, or (name, parameter)"

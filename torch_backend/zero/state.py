@@ -21,6 +21,7 @@ from gradwire.core.text.wording import some
 from gradwire.core.zero.sharding import ElementShards, Shards, WholeShards
 from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.setup.layout import laid_out_like, strides_of
+from gradwire.torch_backend.zero.arguments import are_made_up
 from gradwire.torch_backend.zero.shard import Shard
 
 MASTER = "master"
@@ -108,8 +109,9 @@ def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Returns:
         What the plain optimizer's `state_dict` gives: state by number, parameter groups with the
-        numbers and the names. And `parameters_with_state`, how many have one, and what the first
-        rank has `counted`, which plain optimizers do not read.
+        numbers and, where parameters were given with names, those. And `parameters_with_state`,
+        how many have one, and what the first rank has `counted`, which plain optimizers do not
+        read.
 
     Raises:
         ValueError: shards are missing, given twice, or of different runs.
@@ -153,7 +155,10 @@ def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 }
             numbers.append(number)
             number += 1
-        groups.append({**group, "params": numbers, "param_names": list(group["params"])})
+        names = list(group["params"])
+        # A plain optimizer whose parameters have no names takes further ones without them only.
+        named = {} if are_made_up(names) else {"param_names": names}
+        groups.append({**group, "params": numbers, **named})
     counted = {COUNTED: first[COUNTED]} if COUNTED in first else {}
     return {"state": state, "param_groups": groups, "parameters_with_state": len(state), **counted}
 
@@ -222,8 +227,8 @@ def _of_shard(
 def _of_whole(
     saved: Mapping[str, Any], group_names: Sequence[Sequence[str]]
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Parameter groups and memory by name of a plain optimizer's state. Without names in it,
-    parameters are taken in order."""
+    """Parameter groups and memory by name of a plain optimizer's state. Where parameters have no
+    names, in it or here, they are taken in order."""
     if missing := {"state", "param_groups"} - set(saved):
         raise ValueError(f"not the state of an optimizer: it lacks {sorted(missing)}")
     if not isinstance(saved["state"], Mapping) or not all(
@@ -243,7 +248,7 @@ def _of_whole(
         )
     groups, by_name = [], {}
     for group, ours in zip(theirs, group_names, strict=True):
-        names = list(group.get("param_names", ours))
+        names = list(ours if are_made_up(ours) else group.get("param_names", ours))
         if len(names) != len(group["params"]):
             raise ValueError(
                 f"a group of the state has {len(group['params'])} parameters, here it has"
