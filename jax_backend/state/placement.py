@@ -73,8 +73,9 @@ def partition_specs(state: Any, axis_name: AxisName) -> Any:
     Raises:
         ValueError: the transformation is inside `optax.apply_if_finite` or
             `optax.contrib.mechanize`, or inside `optax.MultiSteps`, whose accumulated gradients
-            differ between replicas and have no axis for them; or it is one of local SGD, and not all of the state is marked by
-            `stack_replicas`. Or it belongs to replicas along another axis, or is in pmap form.
+            differ between replicas and have no axis for them; or it is one of local SGD, and not
+            all of the state is marked by `stack_replicas`. Or it belongs to replicas along another
+            axis, or is in pmap form.
 
     Warns of an `optax.chain` in which moments precede what averages gradients, or in which a mask
     leaves gradients to nobody.

@@ -167,8 +167,8 @@ def place_mark(*, placed: bool) -> jax.Array:
 
 
 def is_placed(mark: Any) -> bool:
-    """Of another dtype than either it is what arithmetic on a state has made of a placed one, as
-    that of `optax.contrib.sam`: what is not placed is refused before anybody computes with it."""
+    """Whether a mark says so. Arithmetic on a state, as that of `optax.contrib.sam`, makes a third
+    dtype of a placed one; what is not placed is refused before anybody computes with it."""
     return bool(mark.dtype != jnp.int8)
 
 
