@@ -27,6 +27,7 @@ from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.protocol.reductions import Reduce
 from gradwire.torch_backend import local_sgd
+from gradwire.torch_backend.advise import probe as probes
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.nodes import nodes_of
 from gradwire.torch_backend.state import rank_memory
@@ -420,5 +421,7 @@ def test_groups_of_nodes_are_made_once(world):
         local_sgd(
             mlp(*WIDTHS), None, LocalSGD({((0, 1), (2, 3)): 1, "all": 2}), process_group=world.group
         )
+        with mock.patch.object(probes, "measure"):  # which takes a while
+            probes.probe(world.group, nodes=2)
         made.append(number_of_groups())
     assert made == made[:1] * 3

@@ -57,10 +57,7 @@ def probe(group: dist.ProcessGroup | None = None, *, nodes: AtLeast1 | None = No
     partitions = partition(size, nodes) if 1 < nodes < size and size % nodes == 0 else ()
     groups = ProcessGroups(group, partitions)
     with torch.no_grad():
-        found = measure(_Prober(groups, device), "torch", name, size, nodes)
-    for own in partitions:
-        dist.destroy_process_group(groups[own])
-    return found
+        return measure(_Prober(groups, device), "torch", name, size, nodes)
 
 
 def _nodes(group: dist.ProcessGroup) -> int:
