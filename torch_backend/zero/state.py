@@ -135,7 +135,10 @@ def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 )
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
-    for group in _groups(first["shared"]["param_groups"]):
+    given = _groups(first["shared"]["param_groups"])
+    # A plain optimizer whose parameters have no names takes further ones without them only.
+    named = not are_made_up(name for group in given for name in group["params"])
+    for group in given:
         numbers = []
         for name in group["params"]:
             owners = [s["tensors"][name] for s in in_order if s["tensors"].get(name)]
@@ -155,10 +158,8 @@ def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 }
             numbers.append(number)
             number += 1
-        names = list(group["params"])
-        # A plain optimizer whose parameters have no names takes further ones without them only.
-        named = {} if are_made_up(names) else {"param_names": names}
-        groups.append({**group, "params": numbers, **named})
+        names = {"param_names": list(group["params"])} if named else {}
+        groups.append({**group, "params": numbers, **names})
     counted = {COUNTED: first[COUNTED]} if COUNTED in first else {}
     return {"state": state, "param_groups": groups, "parameters_with_state": len(state), **counted}
 
