@@ -465,6 +465,9 @@ class Parameter:
 
     device, dtype = DEVICE, torch.float32
 
+    def is_contiguous(self):
+        return True
+
 
 @pytest.fixture
 def devices(monkeypatch):
