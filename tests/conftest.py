@@ -101,7 +101,7 @@ def few_programs() -> Generator[None, None, None]:
 def results_of(request, tmp_path_factory):
     """What the cases of a file returned, see `tests/torch/ranks.py`, on a number of ranks, which
     are started once."""
-    return request.module.cases.launched(request, tmp_path_factory)
+    yield from request.module.cases.launched(request, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -96,6 +97,13 @@ def run_ranks(script: Path, ranks: int, *args: object, timeout: float = 240) -> 
         AssertionError: with the end of the output, if a rank fails or time is up. No process is
             left in any case.
     """
+    with started_ranks(script, ranks, *args) as launch:
+        return launch.wait(timeout)
+
+
+@contextmanager
+def started_ranks(script: Path, ranks: int, *args: object) -> Iterator[Launch]:
+    """The ranks of `run_ranks`, for the time of a `with`, after which none is left."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -105,9 +113,10 @@ def run_ranks(script: Path, ranks: int, *args: object, timeout: float = 240) -> 
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     shared |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "test"}
-    return _run(
-        [(script, *args)] * ranks, [shared | of_rank(rank, ranks) for rank in range(ranks)], timeout
-    )
+    with _started(
+        [(script, *args)] * ranks, [shared | of_rank(rank, ranks) for rank in range(ranks)]
+    ) as launch:
+        yield launch
 
 
 def of_rank(local: int, here: int, node: int = 0, nodes: int = 1) -> dict[str, str]:
@@ -129,47 +138,80 @@ def jax_processes(
     count_of = f"--xla_force_host_platform_device_count={devices}"
     flags, port = quickly_compiled(xla_flags(count_of)), free_port()
     env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    _run([(script, port, i, count, *args) for i in range(count)], [env] * count, timeout)
+    with _started([(script, port, i, count, *args) for i in range(count)], [env] * count) as launch:
+        launch.wait(timeout)
 
 
-def _run(
-    commands: Sequence[Sequence[object]], envs: Sequence[Mapping[str, str]], timeout: float
-) -> str:
+@dataclass(frozen=True)
+class Launch:
+    """Processes that were started together.
+
+    Attributes:
+        name: of what they run.
+        processes: in the order of their ranks.
+        log: the file of their output.
+    """
+
+    name: str
+    processes: Sequence[Process]
+    log: Path
+
+    def is_over(self) -> bool:
+        """Whether all have ended well, or one has not."""
+        return _are_over(self.processes)
+
+    def outcome(self, late: str = "") -> str:
+        """Their output; it raises with its end where a process has failed, or where they are
+        `late`, which says why they have to be stopped."""
+        if late:
+            for process in self.processes:  # where does each stand?
+                process.send_signal(signal.SIGUSR1)
+            time.sleep(1)
+        codes = [process.poll() for process in self.processes]
+        output = self.log.read_text(errors="replace")
+        if late or any(codes):
+            raise AssertionError(
+                f"{self.name} in {len(codes)} processes ended with {codes}{late}:\n{output[-6000:]}"
+            )
+        return output
+
+    def wait(self, timeout: float) -> str:
+        """Their outcome, in so many seconds."""
+        in_time = ended(self.processes, timeout)
+        return self.outcome("" if in_time else f", stopped after {timeout:g} s")
+
+
+@contextmanager
+def _started(
+    commands: Sequence[Sequence[object]], envs: Sequence[Mapping[str, str]]
+) -> Iterator[Launch]:
     mark = {MARK: uuid.uuid4().hex}
     with tempfile.NamedTemporaryFile() as log:
         started: list[Process] = []
         try:
             for command, env in zip(commands, envs, strict=True):
                 started.append(start(*command, log=log.name, env={**env, **mark}))
-            late = not ended(started, timeout)
-            if late:  # where does each stand?
-                for process in started:
-                    process.send_signal(signal.SIGUSR1)
-                time.sleep(1)
+            yield Launch(Path(str(commands[0][0])).name, started, Path(log.name))
         finally:
-            codes = [process.poll() for process in started]
             for process in started:
                 process.kill()
                 process.wait()
             end_all(mark[MARK])
-        output = Path(log.name).read_text(errors="replace")
-    if late or any(codes):
-        why = f", stopped after {timeout:g} s" if late else ""
-        name = Path(str(commands[0][0])).name
-        raise AssertionError(
-            f"{name} in {len(commands)} processes ended with {codes}{why}:\n{output[-6000:]}"
-        )
-    return output
 
 
 def ended(processes: Sequence[Process], timeout: float = float("inf")) -> bool:
     """Wait until all have ended well or one has not; False if neither happens in time."""
     deadline = time.monotonic() + timeout
-    while None in (codes := [process.poll() for process in processes]) and not any(codes):
+    while not _are_over(processes):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
     return True
+
+
+def _are_over(processes: Sequence[Process]) -> bool:
+    codes = [process.poll() for process in processes]
+    return None not in codes or any(codes)
 
 
 def free_port() -> int:

@@ -33,6 +33,7 @@ from tests.emulated import mutations
 from tests.launch import ROOT, run_ranks
 from tests.mutate import draw, everything, lines_of, mutated, places
 from tests.portability import CONFIGURATIONS
+from tests.torch import ranks
 
 # --- launches -----------------------------------------------------------------------------------
 
@@ -52,6 +53,27 @@ print("about to hang", flush=True)
 with open(f"{sys.argv[1]}/{os.environ['RANK']}", "w") as file:
     file.write(f"{os.getpid()} {child.pid}")
 time.sleep(600)
+"""
+
+
+# One case after the other, each of which takes less than the limit, and one that takes more.
+CASES = """
+import time
+from tests.torch.ranks import Cases
+cases = Cases(__file__, ranks=2, timeout=15)
+
+@cases.each(["1", "2"])
+def seconds(world, variant):
+    time.sleep(8)
+    return world.rank
+
+@cases.case
+def hangs(world):
+    time.sleep(600)
+
+@cases.case
+def after(world):
+    return 0
 """
 
 
@@ -76,6 +98,24 @@ def test_a_launch_shows_why_it_fails_and_leaves_no_process(tmp_path: Path) -> No
     while any(map(running, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_cases_have_a_limit_each_and_keep_what_came_before(tmp_path: Path) -> None:
+    """A file with many cases takes as long as it takes, on a slow machine too."""
+    (script := tmp_path / "cases_of_a_test.py").write_text(CASES)
+    cases = ranks.Cases(str(script), ranks=2, timeout=15)
+    (folder := tmp_path / "results").mkdir()
+    with cases.run(folder, 2, slow=True) as results:
+        for variant in "12":
+            assert results(f"seconds[{variant}]") == [0, 1]
+        with pytest.raises(AssertionError, match=r"from ranks \[0, 1\]:\n.*stopped after 15 s"):
+            results("hangs")
+        with pytest.raises(AssertionError, match="no result of 'after'"):
+            results("after")
+        assert results("seconds[1]") == [0, 1]
+        pids = [process.pid for process in results.launch.processes]
+    assert not any(map(running, pids))
 
 
 def test_an_interpreter_ends_with_the_test_that_waits_for_it(

@@ -31,7 +31,8 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -47,7 +48,7 @@ import torch.distributed as dist
 from gradwire.torch_backend.engine.groups import barrier
 from gradwire.torch_backend.torch_internals import NeedsTorch
 from tests.bounds import threads, watch_this_process
-from tests.launch import run_ranks
+from tests.launch import Launch, started_ranks
 from tests.torch.compare import same_bits
 
 #: A rank whose partners never answer gives up after so long, so that one wrong case costs this and
@@ -103,25 +104,53 @@ def refusal_in(error: BaseException | None) -> NeedsTorch | None:
 
 @dataclass(frozen=True)
 class Results:
-    """What the cases returned."""
+    """What the cases have returned, or will: who asks for one waits for it.
 
-    _folder: Path
-    _ranks: int
-    _launch: str
+    Attributes:
+        folder: where each rank leaves what a case has returned.
+        launch: the ranks.
+        timeout: seconds that they may be without a new result.
+    """
+
+    folder: Path
+    launch: Launch
+    timeout: float
 
     def __call__(self, case: str) -> list[Any]:
         """The case's results, one per rank."""
-        files = [self._folder / f"{case}.{rank}.pt" for rank in range(self._ranks)]
-        missing = [rank for rank, file in enumerate(files) if not file.exists()]
-        if missing:
-            raise AssertionError(f"no result of {case!r} from ranks {missing}:\n{self._launch}")
+        ranks = len(self.launch.processes)
+        files = [self.folder / f"{case}.{rank}.pt" for rank in range(ranks)]
+        if not self.finish(files):
+            missing = [rank for rank, file in enumerate(files) if not file.exists()]
+            raise AssertionError(f"no result of {case!r} from ranks {missing}:\n{self.said()}")
         results = [torch.load(file, weights_only=False) for file in files]
         failed = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(results) if error]
-        if len(failed) == self._ranks and all(error.startswith(REFUSED) for _, error in results):
+        if len(failed) == ranks and all(error.startswith(REFUSED) for _, error in results):
             raise Refused(results[0][1].splitlines()[0])
         if failed:
             raise AssertionError(f"case {case!r}\n" + "\n".join(failed))
         return [result for result, _ in results]
+
+    def finish(self, files: Sequence[Path] | None = None) -> bool:
+        """Wait until all cases have run, or until there are these files. False where the ranks have
+        ended, or stand still, without them."""
+        come = lambda: files is not None and all(file.exists() for file in files)  # noqa: E731
+        while not come():
+            still = time.time() - self.folder.stat().st_mtime > self.timeout
+            if still or self.launch.is_over():
+                return come()
+            time.sleep(0.01)
+        return True
+
+    def said(self) -> str:
+        """What the ranks have printed. It ends those that have not ended."""
+        late = (
+            "" if self.launch.is_over() else f", stopped after {self.timeout:g} s without a result"
+        )
+        try:
+            return self.launch.outcome(late)
+        except AssertionError as error:
+            return str(error)
 
 
 class Cases:
@@ -213,22 +242,23 @@ class Cases:
 
     def launched(
         self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-    ) -> Callable[[int], Results]:
+    ) -> Iterator[Callable[[int], Results]]:
+        """Of a number of ranks: the results, while the file's tests run."""
         mine = (item for item in request.session.items if item.path == self.file)
         slow = any(item.get_closest_marker("slow") for item in mine)
-        return cache(
-            lambda ranks: self.run(tmp_path_factory.mktemp(self.file.stem), ranks, slow=slow)
-        )
-
-    def run(self, folder: Path, ranks: int, *, slow: bool) -> Results:
-        option = [] if slow else ["quick"]
-        try:
-            outcome = run_ranks(
-                Path(__file__), ranks, str(self.file), str(folder), *option, timeout=self.timeout
+        with ExitStack() as launches:
+            yield cache(
+                lambda ranks: launches.enter_context(
+                    self.run(tmp_path_factory.mktemp(self.file.stem), ranks, slow=slow)
+                )
             )
-        except AssertionError as error:  # cases that have come to their end have left their results
-            outcome = str(error)
-        return Results(folder, ranks, outcome)
+
+    @contextmanager
+    def run(self, folder: Path, ranks: int, *, slow: bool) -> Iterator[Results]:
+        """Run the cases, for the time of a `with`."""
+        option = [] if slow else ["quick"]
+        with started_ranks(Path(__file__), ranks, self.file, folder, *option) as launch:
+            yield Results(folder, launch, self.timeout)
 
     def main(self, folder: Path, *options: str) -> None:
         """Run the cases on this rank."""
@@ -257,7 +287,8 @@ class Cases:
         except (Exception, pytest.fail.Exception) as raised:
             refused = refusal_in(raised)
             error = _told(raised) if refused is None else f"{REFUSED}{refused}\n{_told(raised)}"
-        torch.save((result, error), folder / f"{name}.{rank}.pt")
+        torch.save((result, error), whole := folder / f"{name}.{rank}.part")
+        whole.replace(whole.with_suffix(".pt"))  # a test may be waiting for it
         dist.barrier()
         # Its threads would look for messages a hundred times a second, to the end of the launch.
         dist.destroy_process_group(group)

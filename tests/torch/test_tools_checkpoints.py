@@ -8,6 +8,7 @@ was not interrupted. The Trainer and Lightning, which take seconds to load on ea
 two and on one: how memory is divided among three, no tool has a part in.
 """
 
+import contextlib
 import functools
 import os
 import shutil
@@ -76,11 +77,12 @@ def results_of(tmp_path_factory):
     @functools.cache
     def of(ranks):
         if ranks != SAVING:
-            of(SAVING)
+            of(SAVING).finish()
         (folder / str(ranks)).mkdir()
-        return cases.run(folder / str(ranks), ranks, slow=True)
+        return launches.enter_context(cases.run(folder / str(ranks), ranks, slow=True))
 
-    return of
+    with contextlib.ExitStack() as launches:
+        yield of
 
 
 def shared(world, name):
