@@ -31,6 +31,9 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[1]
+#: Seconds in which anything ends that does not hang, also where two slow cores do much besides. A
+#: little less than a test has, so that what hangs is shown.
+LIMIT = 560.0
 #: In the environment of everything that one launch starts: how its processes are found again,
 #: orphans included.
 MARK = "GRADWIRE_TEST_LAUNCH"
@@ -85,7 +88,7 @@ def start(
         return Process(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, text=True, **new)
 
 
-def run_ranks(script: Path, ranks: int, *args: object, timeout: float = 240) -> str:
+def run_ranks(script: Path, ranks: int, *args: object, timeout: float = LIMIT) -> str:
     """Run `script` in `ranks` processes on this machine, with one thread each; returns the output
     of all ranks, as it came.
 
@@ -131,7 +134,7 @@ def of_rank(local: int, here: int, node: int = 0, nodes: int = 1) -> dict[str, s
 
 
 def jax_processes(
-    script: Path, count: int, *args: object, timeout: float = 240, devices: int = 1
+    script: Path, count: int, *args: object, timeout: float = LIMIT, devices: int = 1
 ) -> None:
     """Run `script PORT PROCESS_ID COUNT ...args` in `count` processes, for `jax.distributed`, with
     so many CPU devices each. Raises as `run_ranks`."""

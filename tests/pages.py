@@ -33,7 +33,7 @@ from functools import cache
 from pathlib import Path
 
 from tests import launch
-from tests.launch import ROOT
+from tests.launch import LIMIT, ROOT
 
 FENCE = re.compile(
     r"^(?P<fence> *```)(?P<language>\w*)(?P<how>[^\n]*)\n(?P<code>.*?)^(?P=fence)$"
@@ -236,7 +236,7 @@ def follow(page: str, first: str, folder: str, port: str) -> None:
             sys.exit(1)
 
 
-def bash(code: str, folder: Path, nodes: int = 1, timeout: float = 200) -> str:
+def bash(code: str, folder: Path, nodes: int = 1, timeout: float = LIMIT) -> str:
     """What commands print on the first of so many nodes, on its standard output.
 
     Raises:

@@ -19,6 +19,7 @@ import gradwire.core
 from gradwire.core.kernels.storage import Storage
 from gradwire.core.ops import Ops
 from gradwire.core.protocol.programs import Request
+from tests.launch import LIMIT
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -61,7 +62,7 @@ def test_what_is_used_loads_no_framework_but_its_own(program, strangers):
     subprocess.run(
         [sys.executable, "-c", before + program + after],
         check=True,
-        timeout=240,
+        timeout=LIMIT,
         stdout=subprocess.DEVNULL,
     )
 

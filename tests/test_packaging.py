@@ -14,6 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.launch import LIMIT
+
 ROOT = Path(__file__).parents[1]
 #: Folders of Python files that are no part of the package.
 OUTSIDE = {"tests", "examples", "benchmarks", "docs", "build", "dist", "runs"}
@@ -69,12 +71,14 @@ def test_the_sdist_makes_a_wheel_of_every_module_which_imports_in_a_clean_enviro
         "-c",
         "from setuptools import build_meta as b; import sys; b.build_sdist(sys.argv[1])",
     ]
-    subprocess.run([*sdist, str(out)], cwd=tree, check=True, timeout=240, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*sdist, str(out)], cwd=tree, check=True, timeout=LIMIT, stdout=subprocess.DEVNULL
+    )
     (packed,) = out.glob("*.tar.gz")
     pip = [sys.executable, "-m", "pip"]
     options = ["-q", "--no-deps", "--no-index", "--no-build-isolation"]
     subprocess.run(
-        [*pip, "wheel", *options, "--wheel-dir", str(out), str(packed)], check=True, timeout=240
+        [*pip, "wheel", *options, "--wheel-dir", str(out), str(packed)], check=True, timeout=LIMIT
     )
     (built,) = out.glob("*.whl")
     names = zipfile.ZipFile(built).namelist()
@@ -83,24 +87,26 @@ def test_the_sdist_makes_a_wheel_of_every_module_which_imports_in_a_clean_enviro
         assert f"gradwire/{room}py.typed" in names
     assert any(n.endswith("licenses/LICENSE") for n in names)
     twine = [sys.executable, "-m", "twine", "check", "--strict", str(packed), str(built)]
-    subprocess.run(twine, check=True, timeout=240)
+    subprocess.run(twine, check=True, timeout=LIMIT)
     options = ["-q", "--no-deps", "--no-index", "--no-compile"]
     subprocess.run(
-        [*pip, "install", *options, "--target", str(installed), str(built)], check=True, timeout=240
+        [*pip, "install", *options, "--target", str(installed), str(built)],
+        check=True,
+        timeout=LIMIT,
     )
     subprocess.run(
-        [sys.executable, "-I", "-c", IMPORT_ALL, str(installed)], check=True, timeout=240
+        [sys.executable, "-I", "-c", IMPORT_ALL, str(installed)], check=True, timeout=LIMIT
     )
     venv.create(clean, with_pip=False)
     python = clean / "bin" / "python"
     subprocess.run(
-        [*pip, "--python", str(python), "install", *options, str(built)], check=True, timeout=240
+        [*pip, "--python", str(python), "install", *options, str(built)], check=True, timeout=LIMIT
     )
     (packages,) = clean.glob("lib/python*/site-packages")
     # the one thing that it needs; nothing is fetched
     for there in Path(np.__file__).parents[1].glob("numpy*"):
         (packages / there.name).symlink_to(there)
-    subprocess.run([str(python), "-I", "-c", ALONE], check=True, timeout=240)
+    subprocess.run([str(python), "-I", "-c", ALONE], check=True, timeout=LIMIT)
 
 
 def test_version_is_that_of_the_metadata():

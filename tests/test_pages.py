@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
 from gradwire.cli.app import app
-from tests.launch import ROOT
+from tests.launch import LIMIT, ROOT
 from tests.pages import Block, blocks, chain, differs, outcomes, pages, read
 from tests.test_reference import MODULES
 
@@ -243,10 +243,12 @@ def test_what_targets_run_is_there_and_is_in_a_test_and_ci_runs_all_tests() -> N
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built without a warning."""
     out: Path = tmp_path_factory.mktemp("site")
-    subprocess.run(["make", "-s", "build/typed"], cwd=ROOT, check=True, timeout=240)
+    subprocess.run(["make", "-s", "build/typed"], cwd=ROOT, check=True, timeout=LIMIT)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(out)]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=LIMIT
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 

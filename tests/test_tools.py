@@ -30,7 +30,7 @@ from tests.bounds import (
 )
 from tests.compiler import require_compiler
 from tests.emulated import mutations
-from tests.launch import ROOT, run_ranks
+from tests.launch import LIMIT, ROOT, run_ranks
 from tests.mutate import draw, everything, lines_of, mutated, places
 from tests.portability import CONFIGURATIONS
 from tests.torch import ranks
@@ -227,7 +227,7 @@ def test_switches_reach_every_process_and_failures_are_told(tmp_path: Path) -> N
     def portability(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tests.portability", *arguments]
         return subprocess.run(
-            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280
+            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT
         )
 
     # no such row, no command

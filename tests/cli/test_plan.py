@@ -20,6 +20,7 @@ from gradwire.cli import app, models
 from gradwire.core.plan import expressions
 from gradwire.core.state.files import whole_file
 from tests.cli.called import refused, run
+from tests.launch import LIMIT
 
 SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
 TUPLES = {name: tuple(shape) for name, shape in SHAPES.items()}
@@ -78,7 +79,7 @@ finally:
         [sys.executable, "-c", program],
         cwd=folder,
         check=True,
-        timeout=240,
+        timeout=LIMIT,
         stdout=subprocess.DEVNULL,
     )
 
@@ -324,7 +325,7 @@ def called(streams, *args, **options):
         env=env,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=240,
+        timeout=LIMIT,
         check=False,
         **options,
     )

@@ -26,6 +26,7 @@ from gradwire.core.protocol.local_requests import Orthonormalize
 from gradwire.core.protocol.programs import AT_REST, STATED, Collective, Fusable, Request, ask
 from gradwire.core.protocol.reductions import Reduce, SumScalar
 from gradwire.core.simulate import NumpyOps, lock_step
+from tests.launch import LIMIT
 
 OPS = NumpyOps()
 
@@ -679,7 +680,7 @@ for way in ways:
 for way in ways:
     assert np.allclose(np.asarray(way(), np.float32), 1, rtol=1e-3)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
 
 
 # ---- the collector of cycles, while programs run
@@ -738,4 +739,4 @@ assert os.waitpid(child, 0)[1] == 0 and gc.isenabled()
 
 
 def test_the_child_of_a_fork_collects():
-    subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=LIMIT)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from tests.compiler import require_compiler
-from tests.launch import ROOT, environment
+from tests.launch import LIMIT, ROOT, environment
 
 NAME = "emulated_device"
 HERE = Path(__file__).parent
@@ -59,7 +59,7 @@ def shared_library() -> Path:
                 [sys.executable, "-c", BUILD, str(folder)],
                 {"capture_output": True, "text": True},
             )
-            built = subprocess.run(command, env=env, timeout=280, check=False, **to)
+            built = subprocess.run(command, env=env, timeout=LIMIT, check=False, **to)
             said = (built.stdout + built.stderr)[-6000:]
             assert built.returncode == 0, f"the emulated accelerator could not be built:\n{said}"
             (folder / "done").touch()

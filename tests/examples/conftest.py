@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import launch
+from tests.launch import LIMIT
 
 EXAMPLES = launch.ROOT / "examples"
 #: A model small enough to train in no time.
@@ -25,14 +26,14 @@ class Started:
     mark: str
     log: Path
 
-    def finish(self, timeout: float = 240) -> str:
+    def finish(self, timeout: float = LIMIT) -> str:
         """Its output, once it has ended well."""
         output = self.output(timeout)
         assert self.process.returncode == 0, output[-6000:]
         assert not self.left_behind()
         return output
 
-    def output(self, timeout: float = 240) -> str:
+    def output(self, timeout: float = LIMIT) -> str:
         """All it has said, once it has ended."""
         self.process.wait(timeout)
         return self.log.read_text()
@@ -48,7 +49,7 @@ class Started:
             time.sleep(0.1)
         return alive
 
-    def wait_for(self, condition: Callable[[], object], timeout: float = 240) -> None:
+    def wait_for(self, condition: Callable[[], object], timeout: float = LIMIT) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline, (

@@ -14,7 +14,7 @@ import pytest
 from tests.examples.conftest import EXAMPLES, TINY, examples_importable
 from tests.launch import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 #: In place of `advise.py`: it sends few and small messages.
 QUICK = f"""

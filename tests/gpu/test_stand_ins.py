@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu import rank
-from tests.launch import ROOT
+from tests.launch import LIMIT, ROOT
 
 ASKS = (ROOT / "tests" / "emulated" / "test_replays.py").read_text()
 
@@ -37,7 +37,7 @@ def test_graphs_count_as_the_emulated_ones() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it runs the tests there")
 def test_without_a_gpu_it_says_so() -> None:
     said = subprocess.run(
-        [sys.executable, "-m", "tests.gpu"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "tests.gpu"], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
     )
     assert (said.returncode, said.stdout) == (
         0,

@@ -17,11 +17,8 @@ from tests.launch import jax_processes
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.timeout(240)
 def test_two_processes_are_two_devices(tmp_path):
-    jax_processes(
-        Path(two_processes.__file__), 2, str(tmp_path), os.environ["XLA_FLAGS"], timeout=200
-    )
+    jax_processes(Path(two_processes.__file__), 2, str(tmp_path), os.environ["XLA_FLAGS"])
     shapes = two_processes.SHAPES
     run = Replicas(
         power_sgd(2, axis_name=AXIS, half_step=True),
@@ -56,6 +53,5 @@ def test_two_processes_are_two_devices(tmp_path):
         assert np.allclose(x, reference, rtol=0, atol=1e-4 * np.abs(reference).max()), name
 
 
-@pytest.mark.timeout(120)
 def test_a_mesh_of_some_processes_names_who_of_them_is_missing():
-    jax_processes(Path(mesh_of_some.__file__), 3, timeout=100)
+    jax_processes(Path(mesh_of_some.__file__), 3)

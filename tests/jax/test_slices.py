@@ -39,6 +39,7 @@ from tests.jax.sliced import (
     power,
     summary,
 )
+from tests.launch import LIMIT
 
 pytestmark = pytest.mark.slow
 
@@ -55,13 +56,12 @@ def of_slices_of_four():
         env=env,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=LIMIT,
     )
     assert not run.returncode, run.stderr[-3000:]
     return json.loads(run.stdout)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("kind", "devices"),
     [

@@ -24,6 +24,7 @@ from gradwire import PowerSGD, WireDtype
 from gradwire.jax_backend.state import checkpoint, placement, survey
 from tests import launch
 from tests.jax.replicas import AXIS, Replicas, equal, gradients, mesh_of, through_orbax
+from tests.launch import LIMIT
 
 PARAMS = {
     "w": np.linspace(-1, 1, 24 * 16, dtype=np.float32).reshape(24, 16),
@@ -206,7 +207,7 @@ assert serialization.__spec__.loader.get_source("flax.serialization")
 
 def test_flax_may_be_imported_after_a_state_was_made():
     subprocess.run(
-        [sys.executable, "-c", LATE], env=launch.environment("late"), check=True, timeout=240
+        [sys.executable, "-c", LATE], env=launch.environment("late"), check=True, timeout=LIMIT
     )
 
 

@@ -27,7 +27,7 @@ def traces_of(file, worker, *columns):
         def launched(ranks):
             folder = tmp_path_factory.mktemp("traces")
             rows = [",".join(row[c] for c in columns) for row in selected if row["ranks"] == ranks]
-            run_ranks(Path(file).with_name(worker), ranks, str(folder), *rows, timeout=280)
+            run_ranks(Path(file).with_name(worker), ranks, str(folder), *rows)
             return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
         return launched

@@ -48,7 +48,7 @@ import torch.distributed as dist
 from gradwire.torch_backend.engine.groups import barrier
 from gradwire.torch_backend.torch_internals import NeedsTorch
 from tests.bounds import threads, watch_this_process
-from tests.launch import Launch, started_ranks
+from tests.launch import LIMIT, Launch, started_ranks
 from tests.torch.compare import same_bits
 
 #: A rank whose partners never answer gives up after so long, so that one wrong case costs this and
@@ -157,7 +157,7 @@ class Cases:
     """A table of functions from a `World` to something that can be saved. The tests among them run
     on each of the numbers of `ranks`."""
 
-    def __init__(self, file: str, ranks: int | tuple[int, ...], *, timeout: float = 240) -> None:
+    def __init__(self, file: str, ranks: int | tuple[int, ...], *, timeout: float = LIMIT) -> None:
         self.file = Path(file)
         self.ranks = ranks if isinstance(ranks, tuple) else (ranks,)
         self.timeout = timeout

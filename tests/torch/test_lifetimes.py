@@ -15,7 +15,7 @@ import torch
 
 from gradwire import LocalSGD, PowerSGD, diloco
 from gradwire.torch_backend import HierarchicalModelAverager, compress_replicas, local_sgd
-from tests.launch import end_all, environment
+from tests.launch import LIMIT, end_all, environment
 from tests.torch import leaving
 from tests.torch.compare import alive, same_bits
 from tests.torch.defaults import other_defaults
@@ -101,7 +101,12 @@ def test_leaving_at_once(tmp_path):
     mark, command = uuid.uuid4().hex, [sys.executable, leaving.__file__, str(tmp_path)]
     try:
         done = subprocess.run(
-            command, env=environment(mark), capture_output=True, text=True, timeout=240, check=False
+            command,
+            env=environment(mark),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
         )
     finally:
         end_all(mark)

@@ -23,6 +23,7 @@ from gradwire.torch_backend.cpu import codes, compiled, signs, thin
 from gradwire.torch_backend.cpu.sums import Sum, value_of
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.ops.kernels import TorchOps
+from tests.launch import LIMIT
 from tests.torch.models import mlp
 from tests.torch.ranks import Cases
 
@@ -370,7 +371,7 @@ def test_in_a_process_of_its_own(environment, tmp_path):
     (cache := tmp_path / "cache").mkdir()
     environment = {**os.environ, "HOME": "/nowhere", "XDG_CACHE_HOME": "/nowhere", **environment}
     command = [sys.executable, str(script), str(cache)]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
@@ -412,7 +413,7 @@ def test_torch_alone_trains_without_numba(numba, lines, tmp_path):
             "raise ImportError('made for another NumPy')"
         )
     ran = subprocess.run(
-        [sys.executable, str(script), numba], capture_output=True, text=True, timeout=240
+        [sys.executable, str(script), numba], capture_output=True, text=True, timeout=LIMIT
     )
     assert ran.returncode == 0, ran.stderr
     said = [line for line in ran.stderr.splitlines() if "loops" in line or "numba" in line]

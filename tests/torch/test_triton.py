@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.dry import Kernels
 from gradwire.torch_backend.ops import fused
 from gradwire.torch_backend.ops.kernels import TorchOps
+from tests.launch import LIMIT
 
 NUMBERS = Path(__file__).with_name("triton_numbers.py")
 needs_triton = pytest.mark.skipif(
@@ -174,7 +175,7 @@ def said_by_ptxas(ptx: str) -> tuple[int, int]:
         "/dev/stdin",
     ]
     said = subprocess.run(
-        command, input=ptx, capture_output=True, text=True, check=True, timeout=240
+        command, input=ptx, capture_output=True, text=True, check=True, timeout=LIMIT
     ).stderr
     (registers,), (spilled,) = (
         re.findall(r"Used (\d+) registers", said),
@@ -353,7 +354,7 @@ def test_what_they_compute(what: str, request: pytest.FixtureRequest) -> None:
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(NUMBERS)]
     command += ["-m", request.config.getoption("markexpr"), "-k", what]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
