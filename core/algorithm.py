@@ -68,12 +68,14 @@ class State(Generic[A]):
         return result
 
     def map(self, function: Callable[[A], Any]) -> State[Any]:
-        """`function` of every array: `state.map(np.array)` is a copy."""
+        """`function` of every array, also of the whole that this is a part of:
+        `state.map(np.array)` is a copy."""
         tensors = {
             name: {key: function(x) for key, x in memory.items()}
             for name, memory in self.tensors.items()
         }
-        return State({key: function(x) for key, x in self.shared.items()}, tensors, self.model)
+        model = None if self.model is None else self.model.map(function)
+        return State({key: function(x) for key, x in self.shared.items()}, tensors, model)
 
 
 #: What a step returns: the averaged gradients by name, and the state after it.

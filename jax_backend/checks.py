@@ -123,7 +123,8 @@ def of_one_dtype(
         if not floats or not jnp.issubdtype(x.dtype, jnp.floating):
             continue
         kept = next(iter(floats.values())).dtype
-        dtype = jnp.promote_types(x.dtype, kept)
+        with jax.numpy_dtype_promotion("standard"):  # the user may have forbidden what is implicit
+            dtype = jnp.promote_types(x.dtype, kept)
         if dtype != kept and ERROR in floats:
             narrow.append(
                 f"the gradient of {name!r} is of {x.dtype}, and its compression error is kept in"

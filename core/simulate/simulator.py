@@ -125,7 +125,7 @@ class Simulator:
                 raise ReplicaMismatch(
                     f"replica 0 has gradients for {names}, but replica {replica} for {list(g)}"
                 )
-        states = [state.of(local[0]).map(np.array) for state in self.states]
+        states = [state.map(np.array).of(local[0]) for state in self.states]
         self.requests = []
         algorithm: Any = self.algorithm if weights is None else weighted(self.algorithm)
         each = (

@@ -155,7 +155,8 @@ def axes_along(
     groups: Groups, axes: tuple[str, ...], sizes: tuple[int, ...]
 ) -> tuple[str, ...] | None:
     """Those axes over which replicas exchange as within the groups; None if there are none such, ()
-    for groups of one replica each."""
+    for groups of one replica each. Axes of one replica are among them: to exchange over these costs
+    nothing, and only so JAX knows that the result does not vary along them."""
     wanted = set(groups)
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
     for count in range(len(axes) + 1):
@@ -163,7 +164,7 @@ def axes_along(
             last = np.moveaxis(numbers, chosen, range(-count, 0)) if count else numbers
             rows = last.reshape(-1, math.prod(sizes[i] for i in chosen))
             if {tuple(row.tolist()) for row in rows} == wanted:
-                return tuple(axes[i] for i in chosen)
+                return tuple(a for i, a in enumerate(axes) if i in chosen or sizes[i] == 1)
     return None
 
 

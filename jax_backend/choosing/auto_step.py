@@ -56,6 +56,7 @@ from gradwire.jax_backend.engine.barrier import meet
 from gradwire.jax_backend.state.names import flatten, specs_of, stacks_of
 from gradwire.jax_backend.state.placement import distribute, replicate
 from gradwire.jax_backend.state.trees import by_parameter
+from gradwire.jax_backend.state.types import known_number
 from gradwire.jax_backend.transforms import average_gradients
 
 logger = logging.getLogger("gradwire")
@@ -97,7 +98,7 @@ class AutoStep:
         auto: among which methods, of which the first three count, uncompressed averages included,
             in their order; and the log of decisions.
         build: called once for each method. Everything but the averages must be the same in all
-            calls.
+            calls. Arrays that its step uses, such as frozen weights, are best made outside, once.
         axis_name: of the replicas.
         mesh: of `jax.shard_map`; None for `jax.pmap`.
 
@@ -134,15 +135,9 @@ class AutoStep:
         self._state, step = self._built(0)
         self._structures, self._steps = [_structure(self._state)], [step]
         for number in range(1, len(self._methods)):
-            found: list[Any] = []
-
-            def shapes(number: int = number, found: list[Any] = found) -> Any:
-                state, step = self._built(number)
-                found.append(step)
-                return state
-
-            self._structures.append(_structure(jax.eval_shape(shapes)))
-            self._steps.append(found[-1])
+            state, step = self._built_in_shapes(number)
+            self._structures.append(_structure(state))
+            self._steps.append(step)
         self._decisions, self._log = self._read_decisions()
         self._parts: dict[int, OwedState] = {}
         self._place = 0
@@ -193,7 +188,8 @@ class AutoStep:
             )
         state, self._state = self._state, None
         if state is None:
-            state, _ = self._built(0)
+            leaves = jax.tree.leaves(self._built(0)[0], is_leaf=_is_ours)
+            state = jax.tree.unflatten(self._structures[0], leaves)
         self._restart(0 if method is None else names.index(method), 0)
         return self._moved(self._placed(state, "AutoStep.init"), 0, self._number)
 
@@ -239,7 +235,7 @@ class AutoStep:
         elif self._chooser is not None:
             number = self._order[self._chooser.advance()]
             timed, shared = self._chooser.timed, self._chooser.shared
-        kind = number, tuple((jnp.shape(x), jnp.result_type(x)) for x in given)
+        kind = number, tuple(map(_kind_of, given))
         if number != self._number:
             state = self._moved(state, self._number, number)
         self._next = None  # a step that fails leaves a state of which nobody knows
@@ -285,6 +281,24 @@ class AutoStep:
                 " parameters, (params, opt_state)"
             )
         return made
+
+    def _built_in_shapes(self, number: int) -> tuple[Any, Any]:
+        """The same, with a state in shapes, unless an array that `build` has made is a part of the
+        step."""
+        steps: list[Any] = []
+
+        def shapes() -> Any:
+            state, step = self._built(number)
+            steps.append(step)
+            return state
+
+        try:
+            with jax.checking_leaks():
+                return jax.eval_shape(shapes), steps[-1]
+        except Exception as error:
+            if not str(error).startswith("Leaked trace"):
+                raise
+        return self._built(number)
 
     def _average(self, number: int) -> optax.GradientTransformationExtraArgs:
         """The averages of a method, which are known when the parameters are."""
@@ -393,7 +407,8 @@ class AutoStep:
                 for n, is_ in enumerate(self._compiled)
                 if is_ == WAITING
             }
-            threading.Thread(target=self._compile, args=(lowered,), daemon=True).start()
+            # Python's end waits for it: a process that ends within a compiler is aborted.
+            threading.Thread(target=self._compile, args=(lowered,)).start()
         if self._answer is None and self._at % ASKED == 0:
             self._answer = self._at, self._messages.send(self._compiled)
         elif self._answer is not None and self._answer[0] < self._at:
@@ -416,6 +431,8 @@ class AutoStep:
 
     def _compile(self, lowered: dict[int, Any]) -> None:
         for number, program in lowered.items():
+            if not threading.main_thread().is_alive():
+                return
             name, began = name_of(self._methods[number]), perf_counter()
             try:
                 program.compile()  # `jax.jit` finds it there when it is called
@@ -474,12 +491,17 @@ class AutoStep:
                 f"the state is of {', '.join(part.inner.configuration)}; methods here are"
                 f" {', '.join(map(name_of, self._methods))}. Restore it into init(method)"
             )
-        number = self._number if self._number in own else own[0]
+        # Methods without memory are of one configuration; a structure may tell them apart.
+        alike = [n for n in own if _structure(state) == self._structures[n]] or own
+        number = self._number if self._number in alike else alike[0]
         self._place = next(i for i, x in enumerate(leaves) if x is part.inner.step)
-        at = int(np.asarray(part.inner.step.addressable_shards[0].data).reshape(-1)[0])
+        at = known_number(part.inner.step)
+        assert at is not None  # nothing is traced here
         if at == self._at and number == self._number and self._next is not None:
             return  # somebody has copied it
         self._restart(number, at)
+        if self.choices or number:  # back to a state before, or on from one that was saved
+            self._write(at, number)
         self._note(at, number)
 
     def _state_is_first(self, result: Any) -> bool:
@@ -563,6 +585,13 @@ def _is_ours(x: Any) -> bool:
 
 def _structure(state: Any) -> Any:
     return jax.tree.structure(state, is_leaf=_is_ours)
+
+
+def _kind_of(x: Any) -> Any:
+    """What a step is compiled for: the shape and dtype of an array or number; anything else is
+    static."""
+    is_array = isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+    return (jnp.shape(x), jnp.result_type(x)) if is_array else x
 
 
 def _shape_of(x: Any) -> Any:

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
+from jax import lax
 from jax.sharding import NamedSharding
 
 from gradwire.core.algorithms.compressor import ERROR
+from gradwire.jax_backend.axes.mapped_axis import varying_axes
 from gradwire.jax_backend.state.names import filled, flatten
 from gradwire.jax_backend.state.trees import by_parameter, rebuilt
 from gradwire.jax_backend.state.types import DataParallelState, PerReplica, spec
@@ -40,7 +42,7 @@ def with_owed(
     """The transformation, with a place for what is owed to these parameters: names that are asked
     for when `average` has its own state.
 
-    A step that is not finite keeps what is owed.
+    A step that is not finite keeps what is owed, and so does a replica that counts for nothing.
     """
 
     def init(params: optax.Params) -> OwedState:
@@ -58,15 +60,9 @@ def with_owed(
         given = dict(named.leaves)
         for name in owed.leaves.keys() & given.keys():
             row = owed.leaves[name]
-            given[name] = (given[name] + row.reshape(row.shape[1:])).astype(given[name].dtype)
+            given[name] = _sum(given[name], row.reshape(row.shape[1:])).astype(given[name].dtype)
         averages, inner = average.update(named.rebuild(given), state.inner, params, **others)
-        # Plain averages do not count steps that are not finite; any of them says so on all
-        # replicas.
-        sent = (
-            jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(averages)]).all()
-            if owed.leaves
-            else True
-        )
+        sent = _is_sent(averages, others.get("weight")) if owed.leaves else True
         rest = {
             name: jnp.where(sent, 0, row) if name in given else row
             for name, row in owed.leaves.items()
@@ -85,7 +81,8 @@ def continued(old: OwedState, new: OwedState) -> OwedState:
     )
     for name, memory in own.items():
         if ERROR in memory:
-            owed[name] = memory[ERROR] + owed[name] if name in owed else memory[ERROR]
+            error = memory[ERROR]
+            owed[name] = _sum(error, owed[name]) if name in owed else error
 
     def row(name: str, key: str, x: Any) -> Any:
         found = owed.pop(name, x) if key == ERROR else own.get(name, {}).get(key, x)
@@ -113,6 +110,24 @@ def continued(old: OwedState, new: OwedState) -> OwedState:
             )
         ),
     )
+
+
+def _is_sent(averages: Any, weight: Any) -> jax.Array:
+    """Whether what this replica has added to its gradients is in averages that the optimizer takes.
+
+    Plain averages do not count steps that are not finite; any of them says so on all replicas.
+    Parts of a parameter that is divided over another axis have to decide alike.
+    """
+    finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(averages)]).all()
+    if others := tuple(sorted(varying_axes(finite))):
+        finite = lax.psum((~finite).astype(jnp.int32), others) == 0  # type: ignore[no-untyped-call]
+    return finite if weight is None else finite & (jnp.asarray(weight).reshape(()) > 0)
+
+
+def _sum(x: jax.Array, y: jax.Array) -> jax.Array:
+    """In the wider dtype of both, also where the user has forbidden what is implicit."""
+    with jax.numpy_dtype_promotion("standard"):
+        return x + y
 
 
 def _zero_row(x: Any) -> jax.Array:

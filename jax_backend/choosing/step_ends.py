@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -33,25 +34,27 @@ class StepEnds:
     """A thread that waits for steps, so that nobody else does."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[_End] = SimpleQueue()
+        self._queue: SimpleQueue[_End | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def after(self, array: jax.Array) -> Callable[[], float]:
         """What gives the moment at which this array, a result of a step, was there. The array may
         be donated."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._wait, daemon=True)
+            self._thread = threading.Thread(target=_wait, args=(self._queue,), daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._queue.put, None)
         end = _End(jnp.copy(array.addressable_shards[0].data))
         self._queue.put(end)
         return end
 
-    def _wait(self) -> None:
-        while True:
-            end = self._queue.get()
-            try:
-                end.array.block_until_ready()
-            except Exception:
-                logger.exception("Auto: a step has failed")  # whoever asks for its results is told
-            end.moment, end.array = perf_counter(), None
-            end.known.set()
+
+def _wait(queue: SimpleQueue[_End | None]) -> None:
+    """For one after the other, until there is None."""
+    while (end := queue.get()) is not None:
+        try:
+            end.array.block_until_ready()
+        except Exception:
+            logger.exception("Auto: a step has failed")  # whoever asks for its results is told
+        end.moment, end.array = perf_counter(), None
+        end.known.set()

@@ -288,3 +288,10 @@ def test_a_log_repeats_a_run_and_never_stays_in_a_trial(
 def test_what_is_no_log_is_refused(line: str) -> None:
     with pytest.raises(ValueError, match="is no decision"):
         Decisions(["a"], line)
+
+
+def test_a_line_takes_back_what_comes_after_it() -> None:
+    """A run that has gone back to a saved state, with another method or the same."""
+    changes = [(2, "b"), (5, "a"), (9, "b"), (5, "b"), (7, "a")]
+    decisions = Decisions(["a", "b"], "".join(Decisions.line(*change) for change in changes))
+    assert [decisions.at(step) for step in range(10)] == [0, 0, 1, 1, 1, 1, 1, 0, 0, 0]

@@ -1,8 +1,10 @@
 """A training in JAX that chooses its method while it runs, by a clock that says what each method
 takes."""
 
+import gc
 import json
 import logging
+import subprocess
 from types import SimpleNamespace
 
 import flax.linen as nn
@@ -12,25 +14,68 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradwire import AllReduce, Auto, PowerSGD, Probe, Quantize
+from gradwire import AllReduce, Auto, PowerSGD, Probe, Quantize, WireDtype
 from gradwire.core.advise.advice import name_of
+from gradwire.core.advise.choosing.methods import Decisions
 from gradwire.core.advise.cost import Cost
 from gradwire.core.advise.probe import Level
 from gradwire.core.advise.timeline import Group
 from gradwire.jax_backend import (
     AutoStep,
+    abstract_state,
     average_gradients,
     distribute,
     mark_varying,
     partition_specs,
+    replicate,
     set_replicas,
     unreplicate,
 )
 from gradwire.jax_backend.choosing import auto_step
+from gradwire.jax_backend.choosing.owed import continued, with_owed
+from gradwire.jax_backend.choosing.step_ends import StepEnds
+from tests import launch
+from tests.bounds import relative
 from tests.jax.replicas import AXIS, mesh_of, refused
+from tests.launch import LIMIT
+
+#: A training whose last step begins to compile the others.
+ENDS = """
+import jax, jax.numpy as jnp, numpy as np, optax
+from jax.sharding import NamedSharding, PartitionSpec as P
+import gradwire
+from gradwire.jax_backend import AutoStep, mark_varying, partition_specs
+from gradwire.jax_backend.choosing.auto_step import WAITING
+
+params = {f"w{i}": 0.9 * jnp.eye(64) for i in range(6)}
+mesh = jax.make_mesh((2,), ("data",))
+
+def loss_of(params, x):
+    for w in params.values():
+        x = jnp.tanh(x @ w)
+    return jnp.square(x).mean()
+
+def build(average):
+    tx = optax.chain(average, optax.adam(0.1))
+    state = params, tx.init(params)
+    specs = partition_specs(state, "data")
+
+    def step(state, x):
+        params, opt = state
+        updates, opt = tx.update(jax.grad(loss_of)(mark_varying(params, "data"), x), opt, params)
+        return optax.apply_updates(params, updates), opt
+
+    maps = {"mesh": mesh, "in_specs": (specs, P("data")), "out_specs": specs}
+    return state, jax.jit(jax.shard_map(step, **maps))
+
+auto = AutoStep(gradwire.Auto(), build, axis_name="data", mesh=mesh)
+x = jax.device_put(np.ones((8, 64), np.float32), NamedSharding(mesh, P("data")))
+jax.block_until_ready(auto.step(auto.init(), x))
+print("compiling" if WAITING in auto._compiled else "compiled", flush=True)
+"""
 
 #: Two with an error, one of them with factors too.
 METHODS = (AllReduce(), Quantize("int4"), PowerSGD(16))
@@ -234,6 +279,215 @@ def test_a_state_of_a_trial_is_continued_with_the_method_of_the_trial(monkeypatc
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def train_state_build(train_step, model, params):
+    def build(average):
+        tx = optax.chain(average, optax.sgd(0.1))
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx), jax.pmap(
+            train_step, axis_name=AXIS
+        )
+
+    return build
+
+
+def small_train_state():
+    """The parts of `train_state_build` of a model that compiles in no time."""
+    model = nn.Dense(8)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 16)))["params"]
+
+    def train_step(state, x):
+        loss, gradients = jax.value_and_grad(
+            lambda params: jnp.square(state.apply_fn({"params": params}, x)).mean()
+        )(state.params)
+        return state.apply_gradients(grads=gradients), jax.lax.pmean(loss, AXIS)
+
+    return train_step, model, params
+
+
+def test_a_state_whose_optimizer_is_a_part_of_its_structure_says_its_method(tmp_path, monkeypatch):
+    """Of plain averages and codes without memory nothing else does. And a second `init` gives what
+    the first one gave."""
+    methods = AllReduce(), WireDtype(AllReduce(), "int8")
+    monkeypatch.setattr(auto_step, "methods_of", lambda *given: methods)
+    log = tmp_path / "decisions.jsonl"
+    log.write_text(json.dumps({"step": 1, "method": repr(methods[1])}) + "\n")
+    log.write_text(log.read_text() + json.dumps({"step": 2, "method": repr(methods[0])}) + "\n")
+    auto = AutoStep(Auto(decisions=log), train_state_build(*small_train_state()), axis_name=AXIS)
+    x = np.random.default_rng(0).standard_normal((4, 4, 16)).astype(np.float32)
+    auto.init()
+    state, states = auto.init(), []
+    for _ in range(3):
+        state, _ = auto.step(state, x)
+        states.append((state, auto.method))
+    assert [method for _, method in states] == [name_of(m) for m in (*methods, methods[0])]
+    auto._decisions = None  # else they would say how it goes on
+    for state, method in reversed(states):
+        auto.step(state, x)
+        assert auto.method == method
+
+
+def test_arrays_that_build_makes_may_be_a_part_of_the_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(auto_step, "methods_of", lambda *given: METHODS)
+    log = decided(tmp_path / "decisions.jsonl", (1, 1), (2, 2))
+    mesh = mesh_of(2)
+    traced = []
+
+    def build(average):
+        frozen = jnp.ones((64,)) * 2
+        traced.append(isinstance(frozen, jax.core.Tracer))
+        tx = optax.chain(average, optax.sgd(0.1))
+        state = PARAMS, tx.init(PARAMS)
+        specs = partition_specs(state, AXIS)
+
+        def train_step(state, x, y):
+            params, opt_state = state
+            given = jax.tree.map(lambda p: jnp.ones_like(p) * x.mean(), params)
+            given["b"] = given["b"] * frozen
+            updates, opt_state = tx.update(given, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), x.mean()[None]
+
+        maps = {"mesh": mesh, "in_specs": (specs, P(AXIS), P(AXIS)), "out_specs": (specs, P(AXIS))}
+        return state, jax.jit(jax.shard_map(train_step, **maps))
+
+    auto = AutoStep(Auto(loss="5%", decisions=log), build, axis_name=AXIS, mesh=mesh)
+    assert traced == [False, True, False, True, False]
+    state = auto.init()
+    for step in range(3):
+        data = jax.device_put(batch(step, 2), NamedSharding(mesh, P(AXIS)))
+        state, _ = auto.step(state, *data)
+        assert auto.method == name_of(METHODS[step])
+
+
+def test_a_state_of_numpy_arrays_and_arguments_that_are_no_arrays(tmp_path, monkeypatch):
+    """As `flax.serialization` restores it; and a static argument, a word, of a step."""
+    monkeypatch.setattr(auto_step, "methods_of", lambda *given: METHODS)
+    log = decided(tmp_path / "decisions.jsonl", (1, 1), (4, 2))
+    mesh = mesh_of(2)
+    plain = on_a_mesh(mesh)
+
+    def build(average):
+        state, step = plain(average)
+        return state, jax.jit(lambda state, x, y, word: step(state, x, y), static_argnums=3)
+
+    def data(step):
+        return jax.device_put(batch(step, 2), NamedSharding(mesh, P(AXIS)))
+
+    auto = AutoStep(Auto(loss="5%", decisions=log), build, axis_name=AXIS, mesh=mesh)
+    state = auto.init()
+    for step in range(3):
+        state, _ = auto.step(state, *data(step), "train")
+    expected = jax.device_get(state)
+    resumed = AutoStep(Auto(loss="5%", decisions=log), build, axis_name=AXIS, mesh=mesh)
+    for step in (3, 4, 5):
+        state, _ = auto.step(state, *data(step), "train")
+        expected, _ = resumed.step(expected, *data(step), "train")
+    assert auto.choices[-1] == resumed.choices[-1]
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_a_run_that_goes_back_writes_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(auto_step, "methods_of", lambda *given: METHODS[:2])
+    mesh, path = mesh_of(2), tmp_path / "decisions.jsonl"
+    auto = AutoStep(Auto(decisions=path), on_a_mesh(mesh), axis_name=AXIS, mesh=mesh)
+    Clock((1.0, 0.2), monkeypatch).auto = auto
+    state = auto.init()
+    before = jax.tree.map(jnp.copy, state)
+    state, _ = trained(auto, state, 40, mesh)
+    assert auto.choices[-1].number == 1
+    trained(auto, before, 1, mesh)
+    lines = Decisions(METHODS[:2], path.read_text())
+    assert [lines.at(step) for step in range(60)] == [0] * 60
+
+
+def test_what_is_owed_stays_where_a_replica_counts_for_nothing():
+    params = {"w": jnp.ones((64, 64))}
+    before = with_owed(average_gradients(Quantize("int4"), axis_name=AXIS), tuple)
+    after = with_owed(average_gradients(AllReduce(), axis_name=AXIS), lambda: ["w"])
+    given = [
+        {"w": np.random.default_rng(step).standard_normal((4, 64, 64)).astype(np.float32)}
+        for step in range(3)
+    ]
+    state = replicate(before.init(params), axis_name=AXIS)
+    _, state = jax.pmap(before.update, axis_name=AXIS)(given[0], state)
+    state = continued(state, replicate(after.init(params), axis_name=AXIS))
+    owed = [np.asarray(state.owed.per_replica["w"])[:, 0]]
+    step = jax.pmap(lambda g, s, w: after.update(g, s, weight=w), axis_name=AXIS)
+    for number, weights in ((1, [1.0, 1.0, 1.0, 0.0]), (2, [1.0, 1.0, 1.0, 1.0])):
+        averages, state = step(given[number], state, jnp.asarray(weights))
+        expected = (np.asarray(weights)[:, None, None] * (given[number]["w"] + owed[-1])).sum(0)
+        assert relative(np.asarray(averages["w"])[0], expected / sum(weights)) < 1e-5
+        owed.append(np.asarray(state.owed.per_replica["w"])[:, 0])
+    assert owed[0].any((1, 2)).all()
+    assert not owed[1][:3].any()
+    np.testing.assert_array_equal(owed[1][3], owed[0][3])
+    assert not owed[2].any()
+
+
+def test_what_is_owed_on_a_mesh_that_is_divided_by_hand(tmp_path, monkeypatch):
+    """Along another axis `w` has parts and `b` has none: what is owed to `b` stays equal there, also
+    where one part of `w` is not finite."""
+    methods = AllReduce(), Quantize("int4")
+    monkeypatch.setattr(auto_step, "methods_of", lambda *given: methods)
+    log = decided(tmp_path / "decisions.jsonl", (1, 1), (2, 0))
+    mesh = jax.make_mesh((2, 2), (AXIS, "model"), axis_types=(AxisType.Auto,) * 2)
+    place = lambda spec: NamedSharding(mesh, spec)  # noqa: E731
+    own, rows = {"w": P(None, "model"), "b": P()}, {"w": P(AXIS, None, "model"), "b": P(AXIS)}
+    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+    params = {name: jax.device_put(x, place(own[name])) for name, x in params.items()}
+
+    def build(average):
+        state = params, average.init(params)
+        shapes = abstract_state(jax.eval_shape(lambda: state), 2, mesh, AXIS, params=params)
+        specs = own, jax.tree.map(lambda x: x.sharding.spec, shapes)[1]
+
+        def step(state, given):
+            _, opt = average.update(jax.tree.map(lambda x: x[0], given), state[1], state[0])
+            return state[0], opt
+
+        maps = {"in_specs": (specs, rows), "out_specs": specs}
+        return state, jax.jit(jax.shard_map(step, mesh=mesh, **maps))
+
+    auto = AutoStep(Auto(loss="5%", decisions=log), build, axis_name=AXIS, mesh=mesh)
+    state = auto.init()
+    for step in range(4):
+        rng = np.random.default_rng(step)
+        given = {
+            n: rng.standard_normal((2, *x.shape)).astype(np.float32) for n, x in params.items()
+        }
+        if step == 2:
+            given["w"][1, 5, 60] = np.inf
+        given = {name: jax.device_put(x, place(rows[name])) for name, x in given.items()}
+        state = auto.step(state, given)
+        owed = state[1].owed.per_replica["b"]
+        parts = [np.asarray(x.data) for x in getattr(owed, "addressable_shards", ())]
+        if step >= 2:
+            assert all(x.any() == (step == 2) for x in parts)
+
+
+@pytest.mark.slow
+def test_a_process_may_end_while_steps_are_compiled():
+    """A thread that is in the middle of that aborts it, if nobody waits."""
+    env = launch.environment("ends") | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": launch.xla_flags("--xla_force_host_platform_device_count=2"),
+    }
+    ended = subprocess.run(
+        [launch.interpreter(), "-c", ENDS], env=env, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert not ended.returncode, ended.stderr[-3000:]
+    assert ended.stdout.strip() == "compiling"
+
+
+def test_the_thread_that_waits_for_steps_ends_with_the_training():
+    ends = StepEnds()
+    assert ends.after(jnp.zeros(()))() > 0
+    thread = ends._thread
+    del ends
+    gc.collect()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+
+
 def test_a_method_that_cannot_be_compiled_is_left_out(monkeypatch, caplog):
     mesh = mesh_of(2)
     auto = AutoStep(Auto(), on_a_mesh(mesh), axis_name=AXIS, mesh=mesh)
@@ -261,13 +515,7 @@ def test_a_train_state_under_pmap(monkeypatch):
         )(state.params)
         return state.apply_gradients(grads=gradients), jax.lax.pmean(loss, AXIS)
 
-    def build(average):
-        tx = optax.chain(average, optax.sgd(0.1))
-        return TrainState.create(apply_fn=model.apply, params=params, tx=tx), jax.pmap(
-            train_step, axis_name=AXIS
-        )
-
-    auto = AutoStep(Auto(), build, axis_name=AXIS)
+    auto = AutoStep(Auto(), train_state_build(train_step, model, params), axis_name=AXIS)
     Clock((1.0, 1.6, 0.2), monkeypatch).auto = auto
     state, losses, ready = auto.init(), [], 0
     while auto._chooser is None or auto._at < ready + 120:

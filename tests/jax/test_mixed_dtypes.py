@@ -195,3 +195,15 @@ def test_temporary_memory_is_what_the_page_says(name):
     wide = dataclasses.replace(WIDE[name], state_dtype="float32")
     for row, algorithm in {"memory in bfloat16": WIDE[name], "memory in float32": wide}.items():
         assert temporary(algorithm) == pytest.approx(of_page(row, name), abs=1.0)
+
+
+@pytest.mark.filterwarnings("ignore::gradwire.CompressionWarning")
+@pytest.mark.parametrize("algorithm", [PowerSGD(2), TopK(2, per=16), Sign(), Quantize("int4")])
+def test_where_dtypes_are_promoted_only_if_somebody_says_so(algorithm):
+    tx = average_gradients(algorithm, axis_name=AXIS)
+    for params, given in MIXED:
+        found = []
+        for mode in ("standard", "strict"):
+            with jax.numpy_dtype_promotion(mode):
+                found.append(as_one_of_four(tx.update, of(given), tx.init(of(params))))
+        assert types(found[0]) == types(found[1])

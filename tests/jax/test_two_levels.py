@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from gradwire import PowerSGD, Simulator, TopK, TwoLevel, WireDtype
+from gradwire import PowerSGD, Quantize, Simulator, TopK, TwoLevel, WireDtype, plan
 from gradwire.jax_backend import (
     average_gradients,
     collective_traffic,
@@ -20,6 +20,7 @@ from gradwire.jax_backend import (
     power_sgd,
     replicate,
     set_replicas,
+    stats,
     to_portable,
     unreplicate,
 )
@@ -103,6 +104,32 @@ def test_equals_the_simulator(driver, algorithm, within):
     for step, (update, _) in enumerate(updates_of(tx, driver, 3)):
         expected = sim.step(gradients(4, step))
         for name, x in expected.items():
+            assert relative(update[name], x) < 3e-4
+
+
+@pytest.mark.parametrize(("driver", "within"), [("pmap", 2), ("pmap", 1), ("shard_map_vma", "ici")])
+def test_what_is_dealt_among_nodes_is_counted_where_init_was_outside_of_the_map(driver, within):
+    algorithm = TwoLevel(Quantize("int4"), within)
+    tx = average_gradients(algorithm, axis_name="data" if driver == "pmap" else "dcn")
+    ((update, state),) = updates_of(tx, driver, 1)
+    for name, x in update.items():
+        plain = np.mean([g[name] for g in gradients(4, 0)], axis=0)
+        assert relative(x, plain) < 0.3
+    counted = plan(SHAPES, TwoLevel(Quantize("int4"), 1 if within == 1 else 2), world_size=4)
+    assert (
+        stats(unreplicate(state) if driver == "pmap" else state).scalars()["bytes_sent"]
+        == counted.wire_bytes
+    )
+
+
+@pytest.mark.parametrize("within", [4, 1])
+def test_a_mesh_axis_of_one_replica(within):
+    """A single slice is one node, whose averages are those of `lax.pmean`; and slices of one chip
+    have nothing to average inside."""
+    tx = average_gradients(TwoLevel(PowerSGD(2), "ici"), axis_name="dcn")
+    sim = Simulator(TwoLevel(PowerSGD(2), within), SHAPES, 4)
+    for step, (update, _) in enumerate(updates_of(tx, "shard_map_vma", 2, within=within)):
+        for name, x in sim.step(gradients(4, step)).items():
             assert relative(update[name], x) < 3e-4
 
 

@@ -7,9 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, Auto, PowerSGD, Probe, WireDtype
+from gradwire.core.advise.choosing.methods import Decisions
 from gradwire.core.advise.cost import Cost
 from gradwire.core.advise.probe import Level
 from gradwire.core.advise.timeline import Group
@@ -215,6 +217,39 @@ def test_a_state_is_continued_with_its_method_by_any_number_of_ranks(world):
     before = fresh.algorithm
     assert "ValueError" in said(fresh.load_state_dict, {**whole, "algorithm": "Sign()"})
     assert fresh.algorithm == before
+
+
+@cases.case
+def test_a_checkpoint_of_torch_is_continued_with_its_method(world):
+    """`torch.distributed.checkpoint` reads the names that a run gives as it loads, whatever method
+    that is at: a new run's, or one's that goes back. And the log says that it has gone back."""
+    path = world.folder / "went back.jsonl"
+    ddp, handle = wrapped(world, Auto(loss="5%", decisions=path))
+    codes = next(i for i, m in enumerate(handle._choosing._methods) if "Quantize" in repr(m))
+
+    def advancing(handle, numbers):
+        steps = lambda: handle._choosing._driver().memory.steps  # noqa: E731
+        handle._choosing._chooser.advance = lambda: numbers[min(steps(), len(numbers) - 1)]
+
+    folders = [world.folder / f"auto {step}" for step in (1, 3)]
+    advancing(handle, [0, 0, codes])
+    train(ddp, LOSS, 1, local=False)
+    dcp.save({"c": handle.sharded_state}, checkpoint_id=folders[0])
+    train(ddp, LOSS, range(1, 3), local=False)
+    state, weight = handle.sharded_state, copy.deepcopy(ddp.module.state_dict())
+    dcp.save({"c": state}, checkpoint_id=folders[1])
+    goes_on = train(ddp, LOSS, range(3, 5), local=False).weights
+    other, fresh = wrapped(world, Auto(loss="5%"))
+    other.module.load_state_dict(weight)
+    dcp.load({"c": fresh.sharded_state}, checkpoint_id=folders[1])
+    assert repr(fresh.algorithm) == "Quantize(dtype='int4')"
+    advancing(fresh, [codes])
+    assert same_bits(train(other, LOSS, range(3, 5), local=False).weights, goes_on)
+    dcp.load({"c": state}, checkpoint_id=folders[0])  # of the method that is at work now
+    assert (repr(handle.algorithm), handle.stats().steps) == ("AllReduce()", 1)
+    torch.distributed.barrier()
+    again = Decisions(handle._choosing._methods, path.read_text())
+    assert [again.at(step) for step in range(9)] == [0] * 9
 
 
 @cases.case

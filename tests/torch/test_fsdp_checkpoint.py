@@ -416,6 +416,44 @@ def test_a_block_that_is_empty_or_small_here_takes_no_error(world):
     assert world.agree(whole(model))
 
 
+SMALL = {
+    "TopK": TopK(keep=8, per=64),
+    "PowerSGD": PowerSGD(12, min_compression_rate=1.5),
+}
+
+
+@cases.each(SMALL)
+def test_blocks_that_are_small_were_not_compressed_and_the_whole_goes_on(world, algorithm):
+    """Gathered of two replicas of two shards, for four of whole parameters, for one of four, and
+    for DDP; also where a run has an error of its own already."""
+
+    def placed(mesh):
+        model = sharded_mlp((32, 64, 32), mesh["shard"])
+        return model, compress_replicas(model, algorithm, mesh["replicate"])
+
+    def under_ddp():
+        ddp = DistributedDataParallel(mlp(32, 64, 32), process_group=world.group)
+        return ddp, register_comm_hook(ddp, algorithm)
+
+    loss = loss_on(32, batch=4)
+    model, handle = placed(mesh_of(2, 2))
+    loss(model, world.rank, 0).backward()
+    state = handle.gathered_state_dict("mean", None)
+    assert {} in [state["tensors"][name] for name in state["tensors"] if name not in state["local"]]
+    for made_anew in (lambda: placed(mesh_of(4, 1)), lambda: placed(mesh_of(1, 4)), under_ddp):
+        other, its = made_anew()
+        its.load_state_dict(state)
+        loss(other, world.rank, 1).backward()
+        its.load_state_dict(state)
+        found = its.gathered_state_dict("mean", None)
+        for name, rows in found["local"].items():
+            saved = errors(state).get(name)
+            if "[" not in name:
+                wanted = torch.zeros_like(rows["error"][0]) if saved is None else saved
+                assert rows["error"][0].equal(wanted), name
+    handle.load_state_dict(state)
+
+
 # --- blocks of parameters in a saved state: named, put together, and cut anew ---
 
 HEAD = {
@@ -427,6 +465,7 @@ HEAD = {
     "shared": {},
 }
 N, M, R = 12, 5, 2
+LOCAL = {"error"}
 
 
 def cut(shards, length=N, axis=0):
@@ -487,7 +526,7 @@ def test_a_block_is_called_by_its_indices():
 def test_errors_are_put_together_and_cut_again(before, after, axis):
     state = state_of(cut(before))
     for piece in cut(after, (N, M)[axis], axis):
-        found = recut(state, {"w": piece}, memory(piece))
+        found = recut(state, {"w": piece}, memory(piece), LOCAL)
         assert found["local"]["w"]["error"].equal(ERROR.narrow(axis + 1, piece.start, piece.size))
         assert list(found["tensors"]) == ["w"]
 
@@ -496,7 +535,7 @@ def test_another_block_begins_with_the_factor_of_the_one_it_shares_most_with():
     # Of blocks of 4 rows, those of 3 rows share most with 0, 0 or 1, 1, 2; factors of rows begin
     # anew.
     for piece, ones in zip(cut(4), ({0.0}, {0.0, 1.0}, {1.0, 2.0}, {2.0}), strict=True):
-        found = recut(state_of(cut(3)), {"w": piece}, memory(piece))["tensors"]["w"]
+        found = recut(state_of(cut(3)), {"w": piece}, memory(piece), LOCAL)["tensors"]["w"]
         assert set(found["q"].flatten().tolist()) <= ones
         assert set(found["p"].flatten().tolist()) == {-1.0}
 
@@ -507,7 +546,7 @@ def test_a_whole_parameter_is_cut_like_its_blocks():
     for piece in cut(3):
         here = memory(piece)
         here.tensors["w"]["outer"] = torch.zeros(piece.size, M)
-        found = recut(state, {"w": piece}, here)["tensors"]["w"]
+        found = recut(state, {"w": piece}, here, LOCAL)["tensors"]["w"]
         assert found["outer"].equal(numbers(N, M)[piece.start : piece.stop])
         assert found["q"].equal(state["tensors"]["w"]["q"])
 
@@ -515,12 +554,12 @@ def test_a_whole_parameter_is_cut_like_its_blocks():
 def test_blocks_that_are_not_compressed_have_no_error_and_take_none():
     state = state_of(cut(3))
     del state["tensors"]["w[4:8]"], state["local"]["w[4:8]"]
-    found = recut(state, {"w": Piece(0, 2, 10, N)}, memory(Piece(0, 2, 10, N)))["local"]["w"][
-        "error"
-    ]
+    found = recut(state, {"w": Piece(0, 2, 10, N)}, memory(Piece(0, 2, 10, N)), LOCAL)["local"][
+        "w"
+    ]["error"]
     assert found[:, 2:6].eq(0).all()
     assert found[:, :2].equal(ERROR[:, 2:4])
-    found = recut(state_of(cut(3)), {"w": Piece(0, 0, 1, N)}, State({}, {}))
+    found = recut(state_of(cut(3)), {"w": Piece(0, 0, 1, N)}, State({}, {}), LOCAL)
     assert found["tensors"] == found["local"] == {}
 
 
@@ -530,7 +569,7 @@ def test_what_is_of_another_model_stays_to_be_seen():
     other = state_of(cut(3), "v")
     state["tensors"] |= other["tensors"]
     state["local"] |= other["local"]
-    assert set(recut(state, {"w": piece}, memory(piece))["tensors"]) == {
+    assert set(recut(state, {"w": piece}, memory(piece), LOCAL)["tensors"]) == {
         "w",
         "v[0:4]",
         "v[4:8]",
@@ -538,7 +577,7 @@ def test_what_is_of_another_model_stays_to_be_seen():
     }
     narrower = memory(piece)
     narrower.tensors["w"]["error"] = narrower.tensors["w"]["error"][:, :3]
-    assert "w" not in recut(state, {"w": Piece(0, 0, 5, N)}, narrower)["local"]
+    assert "w" not in recut(state, {"w": Piece(0, 0, 5, N)}, narrower, LOCAL)["local"]
 
 
 def test_a_parameter_that_is_called_like_a_block_is_whole():
@@ -548,4 +587,4 @@ def test_a_parameter_that_is_called_like_a_block_is_whole():
         "local": {"w[0:2]": {"error": ERROR}},
     }
     current = State({}, {"w[0:2]": {"q": numbers(R, M), "error": ERROR[0]}})
-    assert recut(state, {}, current) == state
+    assert recut(state, {}, current, LOCAL) == state

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.text.wording import some
 from gradwire.torch_backend.compat.hooks import allreduce_hook, single
-from gradwire.torch_backend.ddp.bucket_hook import Bucket
+from gradwire.torch_backend.ddp.bucket_hook import BackwardPass, Bucket
 from gradwire.torch_backend.engine.torch_modes import uncompiled
 from gradwire.torch_backend.zero.optimizer import ZeroOptimizer
 
@@ -160,18 +160,22 @@ class _ZeroHook:
             grad_scaler=grad_scaler,
         )
         self._waiting: list[tuple[Bucket, torch.futures.Future[Any] | None]] = []
+        self._pass = BackwardPass()
 
     @uncompiled
     def hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """What DDP calls."""
         read = Bucket.read(bucket)
-        if read.index == 0:
+        first, last = read.index == 0, read.is_last
+        if read.kept:
+            first, last = self._pass.enter_kept(read, len(self._zero.names))
+        if first:
             self._step.begin()
             self._waiting = []
         self._waiting.append((read, None if self._inner is None else self._inner(state, bucket)))
         if self._inner is None:
             self._add(read)
-        if read.is_last:
+        if last:
             self._finish()
         return read.future
 

@@ -336,14 +336,13 @@ class Choosing:
         number = self._number if not numbers or self._number in numbers else numbers[0]
         driver = self._driver() if number == self._number else self._made(number)
         difference = driver.load_state_dict(state, strict)
-        if another := number != self._number:
+        if number != self._number:
             self._use(driver)
         driver.owed.errors.clear()
         if self._message is not None:
             self._message[0].wait()
         self._restart(number, driver.memory.steps)
-        if another:
-            self._write(driver.memory.steps, number)
+        self._write(driver.memory.steps, number)
         return difference
 
 

@@ -4,6 +4,10 @@ Buckets come in ascending order. But with `skip_all_reduce_unused_params=True` D
 of which the pass has used nothing, and that may be the first one or the last. So a pass begins with
 the first bucket that comes, and has ended at the latest when autograd has: before DDP waits for the
 futures.
+
+The first pass with `static_graph=True` is another exception: DDP keeps its buckets, one for each
+dtype, and hands them over when autograd has ended. Each is called bucket 0 there, and none of
+several the last, so this pass ends with the last parameter.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the real
@@ -25,7 +29,8 @@ from gradwire.torch_backend.torch_internals import in_backward, in_node, queue_c
 
 @dataclass(slots=True)
 class Bucket:
-    """What a `dist.GradBucket` says. The original is only valid during the hook call."""
+    """What a `dist.GradBucket` says, and whether it has been kept until autograd has ended. The
+    original is only valid during the hook call."""
 
     index: int
     is_last: bool
@@ -33,6 +38,7 @@ class Bucket:
     parameters: list[Tensor]
     gradients: list[Tensor]
     future: torch.futures.Future[Tensor]
+    kept: bool
 
     @classmethod
     def read(cls, bucket: GradBucket) -> "Bucket":
@@ -55,6 +61,7 @@ class Bucket:
             parameters,
             gradients,
             new_future(buffer.device),
+            in_backward() and not in_node(),
         )
 
 
@@ -100,6 +107,8 @@ class BackwardPass:
         self._number = 0
         # the bucket that came last; of a pass that has ended no other is awaited
         self._seen: float = math.inf
+        # the parameters of a pass whose buckets have been kept
+        self._kept: set[int] = set()
 
     def enter(self, index: int, is_last: bool, at_end: Callable[[], None]) -> bool:
         """A bucket has come. Returns whether it begins a pass; one that has failed halfway is
@@ -116,6 +125,15 @@ class BackwardPass:
         if begins and not is_last and in_backward():
             self._await(self._number, at_end)
         return begins
+
+    def enter_kept(self, bucket: Bucket, parameters: int) -> tuple[bool, bool]:
+        """A bucket that has been kept has come. Returns whether it begins a pass, as it does where
+        one of its parameters has come in this one before; and whether it ends one, of so many
+        parameters."""
+        own = set(map(id, bucket.parameters))
+        begins = not self._kept or not own.isdisjoint(self._kept)
+        self._kept = own if begins else self._kept | own
+        return begins, len(self._kept) == parameters
 
     def _await(self, number: int, at_end: Callable[[], None]) -> None:
         def passed() -> None:
@@ -159,7 +177,11 @@ class BucketHook:
         self._pass = BackwardPass()
 
     def __call__(self, bucket: Bucket) -> None:
-        first = self._pass.enter(bucket.index, bucket.is_last, self._end_without_last)
+        if bucket.kept:
+            first, last = self._pass.enter_kept(bucket, len(self._parameters))
+        else:
+            first = self._pass.enter(bucket.index, bucket.is_last, self._end_without_last)
+            last = bucket.is_last
         if first:
             self._waiting, self._failed = [], None  # whatever a failed backward pass has left
             if self.at_start is not None:
@@ -171,8 +193,8 @@ class BucketHook:
         gradients = {
             self._names[id(p)]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)
         }
-        self._add(gradients, first=first, last=bucket.is_last)
-        if bucket.is_last:
+        self._add(gradients, first=first, last=last)
+        if last:
             self._end()
 
     def _add(self, gradients: Mapping[str, Tensor], *, first: bool, last: bool) -> None:

@@ -34,6 +34,7 @@ from gradwire.torch_backend.setup.consistency import (
 from gradwire.torch_backend.setup.handle import Handle
 from gradwire.torch_backend.setup.registration import announce, prepared, require_gradient_algorithm
 from gradwire.torch_backend.setup.sharded_models import INSTEAD, is_fsdp
+from gradwire.torch_backend.state.rank_memory import ShardedState
 from gradwire.torch_backend.torch_internals import (
     before_compile,
     hands_single_gradients,
@@ -291,6 +292,14 @@ class CommHook(Handle):
         return self._choosing.loaded(state, strict)
 
     load_state_dict.__doc__ = Handle.load_state_dict.__doc__
+
+    @property
+    def sharded_state(self) -> ShardedState:
+        if self._choosing is None:
+            return super().sharded_state
+        return ShardedState(self, lambda: self._driver.memory, changes=True)
+
+    sharded_state.__doc__ = Handle.sharded_state.__doc__
 
     def _notice(
         self, used: set[str] | None, hooks: list[RemovableHandle], look: Callable[[int], None]

@@ -116,16 +116,19 @@ class Sharded(Replicated):
 
     def portable(self, memory: Memory, errors: str, to: int | None) -> dict[str, Any] | None:
         """Gathered from shards one parameter at a time: no rank needs memory for more than it
-        keeps."""
+        keeps. A block that is too small to be compressed is there, with nothing in it, if the whole
+        parameter is not."""
         replica, shard = (None, None) if to is None else divmod(to, self.layout.shards.size())
         state = super().portable(memory, errors, replica)
         if state is None:
             return None
         whole: dict[str, Any] = {**state, "tensors": {}, "local": {}}
-        receives = False
+        receives, remembered = False, self._whole_memory(memory).tensors
         for name, held in self.layout.held.items():
             block = held.piece.name(name)
             part = {s: {block: state[s][name]} for s in ("tensors", "local") if name in state[s]}
+            if name in remembered:
+                part.setdefault("tensors", {block: {}})
             everyone = gathered_by(shard, part, self.layout.shards, self.device)
             receives = everyone is not None
             for each in everyone or ():

@@ -714,7 +714,7 @@ class LocalSGDHandle:
         """The state for `torch.distributed.checkpoint`: what `state_dict` gives, and where it does;
         and each rank's own memory as an entry of its own. As many ranks go on bit for bit, another
         number from the mean."""
-        return ShardedState(self, self._memory)
+        return ShardedState(self, lambda: self._memory)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """The step and this rank's memory, copied where it is: to be saved on each rank, with its

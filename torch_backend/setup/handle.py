@@ -284,7 +284,7 @@ class Handle:
             ...
             dcp.load({"model": weights, "compressor": handle.sharded_state}, checkpoint_id=folder)
         """
-        return ShardedState(self, self._driver.memory)
+        return ShardedState(self, lambda: self._driver.memory)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's own compressor memory, copied where it is: to be saved by each rank, and

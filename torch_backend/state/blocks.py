@@ -15,10 +15,11 @@ step before. Others begin anew.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradwire.core.algorithm import State
@@ -67,20 +68,24 @@ def parameter_of(name: str) -> tuple[str, Piece | None]:
 
 
 def recut(
-    state: Mapping[str, Any], pieces: Mapping[str, Piece], current: State[Tensor]
+    state: Mapping[str, Any],
+    pieces: Mapping[str, Piece],
+    current: State[Tensor],
+    per_replica: Collection[str],
 ) -> dict[str, Any]:
     """A portable state of any blocks, with tensors in it, cut into these pieces of parameters; all
     of what is not named. It is under the names of the parameters. What this model has no such
     parameter for is still in it, by its own name.
 
-    `current` is the memory here, which says what there is to find and is what begins anew.
+    `current` is the memory here, which says what there is to find and is what begins anew; of it,
+    replicas have `per_replica` each for itself.
     """
     blocks = _blocks(state, current)
     found: dict[str, Any] = {**state, "tensors": {}, "local": {}}
     for parameter in dict.fromkeys([*current.tensors, *blocks]):
         theirs, ours = blocks.get(parameter, []), current.tensors.get(parameter)
         wanted = pieces.get(parameter)
-        if ours is None and (wanted is None or _named(theirs, wanted) is None):
+        if ours is None and (wanted is None or not _named(theirs, wanted)):
             if parameter in pieces:
                 continue  # compressed in blocks of another size, and not in this one
             for name, _, memory in theirs:
@@ -92,7 +97,7 @@ def recut(
         ):
             _put(found, parameter, exact)
         elif theirs and ours is not None:
-            _put(found, parameter, _cut(theirs, wanted, exact or {}, ours))
+            _put(found, parameter, _cut(theirs, wanted, exact or {}, ours, per_replica))
     return found
 
 
@@ -135,12 +140,16 @@ def _put(state: dict[str, Any], name: str, memory: Memory) -> None:
 
 
 def _cut(
-    blocks: list[Block], wanted: Piece | None, exact: Memory, ours: Mapping[str, Tensor]
+    blocks: list[Block],
+    wanted: Piece | None,
+    exact: Memory,
+    ours: Mapping[str, Tensor],
+    per_replica: Collection[str],
 ) -> Memory:
     sections = {key: section for _, _, memory in blocks for section, key in memory}
     cut: Memory = {}
     for key, here in ours.items():
-        place = sections.get(key, "tensors"), key
+        place = sections.get(key, "local" if key in per_replica else "tensors"), key
         if place in exact:
             cut[place] = exact[place]
         elif _lies_as_its_parameter(blocks, place, wanted):
@@ -148,6 +157,8 @@ def _cut(
                 cut[place] = part
         elif place[0] == "tensors":
             cut[place] = _carried(blocks, wanted, key, here)
+        elif key not in sections:  # blocks that were not compressed had no error
+            cut[place] = torch.zeros(1, *here.shape, dtype=here.dtype)
     return cut
 
 

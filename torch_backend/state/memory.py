@@ -213,7 +213,7 @@ class Memory:
             checkpoint.require_portable(state)
             name, state = (
                 repr(without_levels(self.algorithm)),
-                recut(state, self.placement.pieces, self.state),
+                recut(state, self.placement.pieces, self.state, self.per_replica),
             )
             state = self._row(state)
         loaded, difference = checkpoint.fit(state, name, self.state, self.kind)

@@ -27,6 +27,8 @@ logger = logging.getLogger("gradwire")
 
 #: Keys of each rank's memory, by its number, and of how many ranks have saved.
 OWN, RANKS = "own", "ranks"
+#: That of all else, as bytes, where the names of what is saved depend on the method at work.
+REST = "rest"
 #: `torch.distributed.checkpoint` refuses to read a key that was not saved, and each rank reads its
 #: own. So ranks that may come have empty ones. A rank beyond these asks for none, and then none is
 #: saved either: it could not tell a checkpoint of as many ranks, which had its own, from one of
@@ -44,17 +46,33 @@ class Remembering(Protocol):
 
 class ShardedState:
     """What `torch.distributed.checkpoint` saves and loads of a compressor: the `sharded_state` of
-    its handle."""
+    its handle.
 
-    def __init__(self, handle: Remembering, memory: Memory) -> None:
-        self._handle, self._memory = handle, memory
+    Args:
+        handle: whose it is.
+        memory: gives its memory, which may become another.
+        changes: the method changes from step to step. `torch.distributed.checkpoint` reads the keys
+            that a run gives as it loads, so they are the same for all methods then: the mean error
+            is a part of one entry of bytes, and not in slices.
+    """
+
+    def __init__(
+        self, handle: Remembering, memory: Callable[[], Memory], *, changes: bool = False
+    ) -> None:
+        self._handle, self._memory_now, self._changes = handle, memory, changes
+
+    @property
+    def _memory(self) -> Memory:
+        return self._memory_now()
 
     def state_dict(self) -> dict[str, Any]:
         """What the handle's `state_dict` gives, the mean error in slices, of which each rank has
         one; and under "own" this rank's memory as bytes, by its number, of up to `SLOTS` ranks.
         Every rank calls this."""
-        whole = self._handle._state_dict(sliced=True)
-        if not self._memory.per_replica:
+        whole = self._handle._state_dict(sliced=not self._changes)
+        if self._changes:
+            whole = {REST: packed(whole)}
+        elif not self._memory.per_replica:
             return whole
         number, ranks = self._memory.placement.place
         slots = {str(each): b"" for each in range(number, SLOTS, ranks)}
@@ -77,11 +95,14 @@ class ShardedState:
             ValueError: see `Handle.load_state_dict`. Nothing has been changed then.
         """
         whole = {key: value for key, value in state.items() if key not in (OWN, RANKS)}
+        if self._changes and REST in whole:
+            whole = torch.load(io.BytesIO(whole[REST]), weights_only=True)
         number, ranks = self._memory.placement.place
         saved = state.get(OWN, {}).get(str(number), b"") if state.get(RANKS) == ranks else b""
         own = torch.load(io.BytesIO(saved), weights_only=True) if saved else None
-        belongs = own is not None and _belongs(own, whole, self._memory)
-        if self._memory.per_replica:  # together: who goes on from the mean needs the slices of all
+        belongs = own is not None and _belongs(own, whole, self._memory, self._changes)
+        # Together: who goes on from the mean needs the slices of all.
+        if self._changes or self._memory.per_replica:
             placement = self._memory.placement
             belongs = all(gathered_by_all(belongs, placement.groups.whole, placement.device))
         self._handle.load_state_dict(own if own is not None and belongs else whole)
@@ -141,9 +162,13 @@ def packed(state: Mapping[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def _belongs(own: Mapping[str, Any], whole: Mapping[str, Any], memory: Memory) -> bool:
+def _belongs(
+    own: Mapping[str, Any], whole: Mapping[str, Any], memory: Memory, of_any_method: bool = False
+) -> bool:
     """Whether a state is of this very rank, and was saved together with `whole`."""
     mine = {**memory.identity, "step": whole.get("step")}
+    if of_any_method:
+        del mine["algorithm"]
     return {key: own.get(key) for key in mine} == mine
 
 

@@ -187,6 +187,9 @@ def change_in_words(step: int, method: str, before: str, times: str = "") -> str
 class Decisions:
     """Which method averages from which step on.
 
+    A run that has gone back to a saved state goes on from there: a line takes back those before it
+    whose steps are not smaller.
+
     Args:
         methods: among which it was chosen.
         text: what `line` has written, line by line.
@@ -207,15 +210,12 @@ class Decisions:
                 trial, chosen = int(found.get("trial", 0)), found.get("chosen", method)
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise ValueError(f"{line[:80]!r} is no decision: {error}") from error
-            if (
-                not {method, chosen} <= {*names}
-                or type(step) is not int
-                or (self._steps and step <= self._steps[-1])
-            ):
+            if not {method, chosen} <= {*names} or type(step) is not int:
                 raise ValueError(
-                    f"from step {step} on {method}: methods here are {', '.join(names)}, and steps"
-                    " rise"
+                    f"from step {step} on {method}: methods here are {', '.join(names)}"
                 )
+            while self._steps and step <= self._steps[-1]:
+                del self._steps[-1], self._numbers[-1]
             self._steps.append(step)
             self._numbers.append(names.index(method))
         if trial:  # the run ended in it
