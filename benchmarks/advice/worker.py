@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import math
 import os
@@ -77,6 +78,7 @@ def calibrated(
 
 def measured(name: str, model: nn.Module, algorithm: Any, *, once: bool) -> float:
     """Median seconds of a training step, on the slowest host."""
+    gc.collect()  # a DDP is a cycle, with its buckets; all ranks share this machine's memory
     ddp = DistributedDataParallel(copy.deepcopy(model))
     if algorithm != PLAIN:
         gw.register_comm_hook(ddp, algorithm)

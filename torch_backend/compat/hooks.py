@@ -362,8 +362,8 @@ class _Running:
     A hook that is registered with a state is not told which module it serves. The buckets of the
     first step hold the parameters in the order of the module, last bucket first: so that step waits
     for the last of them, and then everybody has a name. Of several that DDP has kept nobody knows
-    the last: they are averaged as they are, in a step that does not count, and the next step is the
-    first.
+    the last: they are averaged as they are, in a step that does not count, and the next step, whose
+    buckets are the same, is the first.
     """
 
     def __init__(self, state: PowerSGDState, square: bool, wire_dtype: str | None) -> None:
@@ -377,7 +377,6 @@ class _Running:
         self._known: frozenset[Tensor] = frozenset()
         self._first_pass = BackwardPass()
         self._first_step: list[Bucket] = []
-        self._kept: list[list[Tensor]] = []
         self._before_start = (0, 0)
         self._next_report = 0
 
@@ -415,9 +414,6 @@ class _Running:
             self._require_known(read)
             self._hook(read)
         elif read.kept and not read.is_last:
-            if self._first_pass.enter_kept(read, 0)[0]:
-                self._kept = []
-            self._kept.append(read.parameters)
             return one_message(self._state.process_group, bucket, AllReduce())
         else:
             if self._first_pass.enter(read.index, read.is_last, self._refuse_first_step):
@@ -463,8 +459,8 @@ class _Running:
         # By dtype, because a bucket holds one: parameters of different dtypes interleave
         # differently with every bucket size.
         in_module_order: dict[str, list[Tensor]] = {}
-        for parameters in reversed(self._kept or [bucket.parameters for bucket in buckets]):
-            for p in parameters:
+        for bucket in reversed(buckets):
+            for p in bucket.parameters:
                 in_module_order.setdefault(dtype_name(p.dtype), []).append(p)
         names = self._names_for(in_module_order)
         self.names = {
@@ -486,7 +482,6 @@ class _Running:
         if (memory := self._state._loaded["memory"]) is not None:
             driver.load_state_dict(memory)
         self.driver, self._hook, self._known = driver, BucketHook(driver, names), frozenset(names)
-        self._kept = []
         self._hook.at_start, self._hook.at_end = self._before_step, self._after_step
         for bucket in buckets:
             self._hook(bucket)
