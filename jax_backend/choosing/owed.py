@@ -125,7 +125,7 @@ def _is_sent(averages: Any, weight: Any) -> jax.Array:
 
 
 def _sum(x: jax.Array, y: jax.Array) -> jax.Array:
-    """In the wider dtype of both, also where the user has forbidden what is implicit."""
+    """The sum in the wider dtype of both, also where the user has forbidden what is implicit."""
     with jax.numpy_dtype_promotion("standard"):
         return x + y
 

@@ -50,7 +50,7 @@ class StepEnds:
 
 
 def _wait(queue: SimpleQueue[_End | None]) -> None:
-    """For one after the other, until there is None."""
+    """Note the end of one after the other, until there is None."""
     while (end := queue.get()) is not None:
         try:
             end.array.block_until_ready()

@@ -158,7 +158,7 @@ def _cut(
         elif place[0] == "tensors":
             cut[place] = _carried(blocks, wanted, key, here)
         elif key not in sections:  # blocks that were not compressed had no error
-            cut[place] = torch.zeros(1, *here.shape, dtype=here.dtype)
+            cut[place] = torch.zeros(1, *here.shape, dtype=here.dtype, device="cpu")
     return cut
 
 
