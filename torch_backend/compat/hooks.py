@@ -413,7 +413,7 @@ class _Running:
         if self._hook is not None:
             self._require_known(read)
             self._hook(read)
-        elif read.kept and not read.is_last:
+        elif read.kept:
             return one_message(self._state.process_group, bucket, AllReduce())
         else:
             if self._first_pass.enter(read.index, read.is_last, self._refuse_first_step):

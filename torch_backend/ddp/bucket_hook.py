@@ -29,8 +29,8 @@ from gradwire.torch_backend.torch_internals import in_backward, in_node, queue_c
 
 @dataclass(slots=True)
 class Bucket:
-    """What a `dist.GradBucket` says, and whether it has been kept until autograd has ended. The
-    original is only valid during the hook call."""
+    """What a `dist.GradBucket` says, and whether it is one of several that have been kept until
+    autograd has ended. The original is only valid during the hook call."""
 
     index: int
     is_last: bool
@@ -54,14 +54,15 @@ class Bucket:
             g if p.is_contiguous() else _laid_out_like(p, g)
             for p, g in zip(parameters, bucket.gradients(), strict=True)
         ]
+        index, is_last = bucket.index(), bucket.is_last()
         return cls(
-            bucket.index(),
-            bucket.is_last(),
+            index,
+            is_last,
             buffer,
             parameters,
             gradients,
             new_future(buffer.device),
-            in_backward() and not in_node(),
+            index == 0 and not is_last and in_backward() and not in_node(),
         )
 
 
