@@ -53,9 +53,12 @@ Link = dict[str, list[float]]
 
 
 def measured(methods: tuple[str, ...]) -> dict[str, Link]:
-    """Seconds of a step of uncompressed averages and of these, by model and hosts, and by link."""
+    """Seconds of a step of uncompressed averages and of these between hosts of one rank, by model
+    and hosts, and by link."""
     found: dict[str, Link] = {}
     for row in json.loads((RESULTS / "advice.json").read_text())["rows"]:
+        if row["ranks"] > 1:
+            continue
         by_name = {m["algorithm"]: m["measured_ms"] / 1000 for m in row["methods"]}
         seconds = [by_name[name] for name in ("plain", *methods)]
         found.setdefault(f"{row['model']}, {row['hosts']} hosts", {})[row["link"]] = seconds
