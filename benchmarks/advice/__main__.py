@@ -3,6 +3,7 @@ and what is really fastest.
 
     python benchmarks/advice                  # all cells, about 20 minutes; goes on where it was interrupted
     python benchmarks/advice --fresh          # from the beginning
+    python benchmarks/advice --again          # each cell once more, beside its first run
     python benchmarks/advice --hosts 2 --rates 1gbit --models "MLP, long steps" --output /tmp/a.json --page ""
 
 Linux, as root: hosts are network namespaces of this machine. Links with a latency need a C compiler
@@ -68,6 +69,11 @@ def parse() -> argparse.Namespace:
     p.add_argument("--nodes", nargs="*", default=NODES, help="hosts of several ranks: 2x4")
     p.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     p.add_argument("--fresh", action="store_true", help="measure again what the output has already")
+    p.add_argument(
+        "--again",
+        action="store_true",
+        help="measure what the output has a second time; cells whose two runs differ by a tenth do not count",
+    )
     p.add_argument("--output", type=Path, default=HERE.parent / "results" / "advice.json")
     p.add_argument(
         "--page",
@@ -137,11 +143,25 @@ def models_of(ranks: int, link: str, args: argparse.Namespace) -> list[str]:
     return [model for model in args.models if link in CELLS[model] or link in asked]
 
 
-def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How often the advice was right."""
+def steady(row: dict[str, Any]) -> bool:
+    """Whether a second run of a cell, if there was one, took the time of the first, with the method
+    that was recommended and with the fastest."""
+    first = {m["algorithm"]: m["measured_ms"] for m in row["methods"]}
+    pairs = [
+        (first[name], row["again_ms"][name])
+        for name in (row["recommended"], row["fastest"])
+        if "again_ms" in row
+    ]
+    return all(max(pair) <= FAST * min(pair) for pair in pairs)
+
+
+def counted(measured: list[dict[str, Any]]) -> dict[str, Any]:
+    """How often the advice was right, in cells that are steady."""
+    rows = [row for row in measured if steady(row)]
     predictions = [method["ratio"] for row in rows for method in row["methods"]]
     return {
         "cells": len(rows),
+        "unsteady": len(measured) - len(rows),
         "recommended_is_fast": sum(row["to_fastest"] <= FAST for row in rows),
         "predictions": len(predictions),
         "predictions_close": sum(1 - CLOSE <= ratio <= 1 + CLOSE for ratio in predictions),
@@ -195,7 +215,8 @@ def page(result: dict[str, Any]) -> str:
     found = result["found"]
     lines = [
         f"The recommended method was the fastest, or within 10 % of it, in **{found['recommended_is_fast']} of {found['cells']}** cells; of "
-        f"{found['predictions']} predicted steps **{found['predictions_close']}** were within 25 % of the measured ones.",
+        f"{found['predictions']} predicted steps **{found['predictions_close']}** were within 25 % of the measured ones. Not counted: "
+        f"{found['unsteady']} cells whose second run took another time, by more than a tenth, with the recommended or with the fastest method.",
         "",
         "How much longer a step takes than with the fastest method, on average and in the worst cell:",
         "",
@@ -214,6 +235,9 @@ def page(result: dict[str, Any]) -> str:
         by_name = {m["algorithm"]: m for m in row["methods"]}
         chosen, fastest = by_name[row["recommended"]], by_name[row["fastest"]]
         verdict = "" if row["to_fastest"] <= FAST else f"**missed: {row['to_fastest']:.2f}×**"
+        if not steady(row):
+            again = (f"{row['again_ms'][row[which]]:,.0f}" for which in ("recommended", "fastest"))
+            verdict = f"not steady: {' and '.join(again)} ms in a second run"
         lines.append(
             f"| {place(row)} | {row['model']} | {by_name['plain']['measured_ms']:,.0f} ms "
             f"| {short(row['recommended'])}: {chosen['predicted_ms']:,.0f} / {chosen['measured_ms']:,.0f} ms "
@@ -222,6 +246,7 @@ def page(result: dict[str, Any]) -> str:
     wrong = [
         (row, m)
         for row in result["rows"]
+        if steady(row)
         for m in row["methods"]
         if not 1 - CLOSE <= m["ratio"] <= 1 + CLOSE
     ]
@@ -255,10 +280,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as calibrations:
         for number, (hosts, ranks, link) in enumerate(todo):
             cell = hosts, ranks, link
-            done = {
-                row["model"] for row in known if (row["hosts"], row["ranks"], row["link"]) == cell
+            first = {
+                row["model"]: row
+                for row in known
+                if (row["hosts"], row["ranks"], row["link"]) == cell
             }
-            models = [name for name in models_of(ranks, link, args) if name not in done]
+            models = [
+                name
+                for name in models_of(ranks, link, args)
+                if (name in first) == args.again and "again_ms" not in first.get(name, {})
+            ]
             print(
                 f"[{number + 1}/{len(todo)}, {time.perf_counter() - began:.0f} s] {hosts} hosts × {ranks}, {link}: {', '.join(models) or 'known'}",
                 flush=True,
@@ -266,9 +297,13 @@ def main() -> None:
             if not models:
                 continue
             rows = launch(*cell, models, Path(calibrations))
-            known += rows
             for row in rows:
                 show(row)
+                if args.again:
+                    times = {m["algorithm"]: m["measured_ms"] for m in row["methods"]}
+                    first[row["model"]]["again_ms"] = times
+                else:
+                    known.append(row)
             save(result_of(known), args.output)
     result = result_of(known)
     save(result, args.output)

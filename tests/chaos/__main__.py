@@ -30,7 +30,10 @@ RARE = ("two at once", "in flight", "freeze", "slow")
 
 
 def disturb(arena: Arena, draw: random.Random, kind: str, seconds: float) -> None:
-    """One event, and whoever was lost by it is replaced. One is frozen, or slow, for so long."""
+    """One event, and whoever was lost by it is replaced. One is frozen, or slow, for so long. All
+    have the state before, which would be lost with the only ones that have it."""
+    for name in arena.alive:
+        arena.wait_until(name, 60)
     name = draw.choice(sorted(arena.alive))
     if kind == "freeze":
         arena.freeze(name, seconds / 2)
@@ -93,7 +96,7 @@ def short(folder: Path, native: bool) -> None:
             arena.wait_for(4, 60)
             for kind in kinds:
                 disturb(arena, random.Random(0), kind, 11.0)
-                newest = arena.events[-1][2][0]
+                newest = arena.events[-1][-1][0]
                 arena.wait_for(arena.rounds() + 3, 40)
             arena.wait_until(newest, 30)
             arena.finish(arena.rounds() + 3, 40)

@@ -56,8 +56,8 @@ class Arena:
         )
         self.stop.touch()
         self.alive: dict[str, Process] = {}
-        #: (time, what happened, to whom)
-        self.events: list[tuple[float, str, list[str]]] = []
+        #: (from when, until when, what happened, to whom)
+        self.events: list[tuple[float, float, str, list[str]]] = []
         self.codes: dict[str, int] = {}
         self._count = 0
         command = [sys.executable, "-c", SERVER, str(seconds)]
@@ -79,38 +79,44 @@ class Arena:
             process.kill()
             process.communicate()
 
-    def note(self, what: str, *names: str) -> None:
-        self.events.append((time.time(), what, [*names]))
+    def note(self, what: str, *names: str, begin: float | None = None) -> None:
+        """What has happened just now, or since `begin`."""
+        now = time.time()
+        self.events.append((now if begin is None else begin, now, what, [*names]))
 
     def add(self, slower: float = 1.0) -> str:
         """Start a replica, so many times slower than others."""
-        name, self._count = f"replica{self._count}", self._count + 1
+        name, self._count, begin = f"replica{self._count}", self._count + 1, time.time()
         place = (self.stop, self._lighthouse, self.pace * slower, self._store)
         self.alive[name] = start(REPLICA, name, *self.training, *place, log=str(self.folder / name))
-        self.note("add" if slower == 1 else "add a slow one", name)
+        self.note("add" if slower == 1 else "add a slow one", name, begin=begin)
         return name
 
     def kill(self, *names: str) -> None:
         """At once."""
+        begin = time.time()
         for name in names:
             self._signal(name, signal.SIGKILL)
         for name in names:
             self.alive.pop(name).wait()
-        self.note("kill" if len(names) == 1 else "kill two at once", *names)
+        self.note("kill" if len(names) == 1 else "kill two at once", *names, begin=begin)
 
     def kill_in_flight(self, name: str) -> None:
         """When a message of it is on its way."""
+        begin = time.time()
         self._signal(name, signal.SIGUSR1)
         self.alive.pop(name).wait(30)
-        self.note("kill in flight", name)
+        self.note("kill in flight", name, begin=begin)
 
     def freeze(self, name: str, seconds: float) -> None:
         """SIGSTOP, and SIGCONT so much later."""
+        begin = time.time()
         self._signal(name, signal.SIGSTOP)
-        self.note("freeze", name)
+        self.note("freeze", name, begin=begin)
         time.sleep(seconds)
+        begin = time.time()
         self._signal(name, signal.SIGCONT)
-        self.note("thaw", name)
+        self.note("thaw", name, begin=begin)
 
     def _signal(self, name: str, number: int) -> None:
         """To the replica itself, which is there when it has written."""

@@ -60,14 +60,19 @@ def test_a_verdict_sees_what_must_not_be():
         line("r2", 7, round=5),
         line("r0", 8, event="ends", loss=0.5),
     ]
-    events = [(2.5, "kill", ["r1"]), (4.0, "add", ["r2"])]
+    kill, add = (2.5, 2.5, "kill", ["r1"]), (4.0, 4.0, "add", ["r2"])
     assert verdict.unequal_rounds(lines) == [2]
+    assert verdict.lost(lines, [kill, add]) == {0: 1, 1: 1}
+    assert verdict.lost(lines, [kill]) == {0: 2}
+    # a newcomer is felt when it joins, in the second of two rounds that fail
+    events = [(2.2, 2.2, "kill", ["r1"]), (2.5, 2.5, "add", ["r2"])]
     assert verdict.lost(lines, events) == {0: 1, 1: 1}
-    assert verdict.lost(lines, [(2.5, "kill", ["r1"])]) == {0: 2}
-    assert verdict.lost(lines, [(2.2, "kill", ["r1"]), (2.5, "add", ["r2"])]) == {0: 1, 1: 1}
-    assert verdict.lost(lines, [(2.5, "freeze", ["r0"])]) == {0: 0}
+    # others have felt an end before it is heard of
+    events = [(0.5, 0.6, "add", ["r1"]), (2.5, 3.5, "kill", ["r3"])]
+    assert verdict.lost(lines, events) == {0: 0, 1: 2}
+    assert verdict.lost(lines, [(2.5, 2.5, "freeze", ["r0"])]) == {0: 0}
     assert verdict.healing(lines) == {"r2": 3}
     assert verdict.longest_pause(lines) == 3
     assert verdict.losses(lines) == {0.5}
     assert verdict.deviation(2.0, [0.0, 1.0, 2.0]) == pytest.approx(1 / (4 / 3) ** 0.5)
-    assert verdict.by_kind(lines, events)["add"]["rounds to heal, at most"] == 3
+    assert verdict.by_kind(lines, [kill, add])["add"]["rounds to heal, at most"] == 3

@@ -9,8 +9,8 @@ from statistics import mean, median, stdev
 from typing import Any
 
 Lines = Sequence[dict[str, Any]]
-#: (time, what happened, to whom), of `Arena`.
-Events = Sequence[tuple[float, str, list[str]]]
+#: (from when, until when, what happened, to whom), of `Arena`.
+Events = Sequence[tuple[float, float, str, list[str]]]
 
 
 def unequal_rounds(lines: Lines) -> list[int]:
@@ -28,32 +28,40 @@ def taken(lines: Lines) -> list[dict[str, Any]]:
 def lost(lines: Lines, events: Events) -> dict[int, int]:
     """For each event, the most rounds that one survivor has lost by it. Whoever was frozen is none.
 
-    A round that fails was disturbed by the first event since the vote before, which replicas hear
-    of some seconds apart: a message that does not come fails for the neighbours at once, and for
-    others when its time is over. Where there was no event since, it is lost by the last one once
-    more.
+    A round that fails was disturbed by an event that was felt between the vote before and its own:
+    a process that is killed from the signal to its end, a newcomer from its start to its first
+    round that counts. Of several it is the first that has cost this survivor no round yet. Where
+    there was none, the last event has cost one more.
     """
+    joined: dict[str, float] = {}
+    for line in taken(lines):
+        joined.setdefault(line["name"], line["time"])
+    until = [
+        max(end, *(joined.get(name, end) for name in names)) if what.startswith("add") else end
+        for _, end, what, names in events
+    ]
     failed: dict[int, dict[str, int]] = {i: defaultdict(int) for i in range(len(events))}
     before: dict[str, float] = {}
     for line in (line for line in lines if line["event"] == "vote"):
         name, since = line["name"], before.get(line["name"], line["time"])
         before[name] = line["time"]
-        earlier = [i for i, (begin, _, _) in enumerate(events) if begin <= line["time"]]
+        earlier = [i for i, (begin, *_) in enumerate(events) if begin <= line["time"]]
         if not line["taken"] and earlier:
-            cause = next((i for i in earlier if events[i][0] > since), earlier[-1])
-            failed[cause][name] += name not in events[cause][2]
+            felt = [i for i in earlier if until[i] > since] or earlier[-1:]
+            cause = next((i for i in felt if name not in failed[i]), felt[0])
+            failed[cause][name] += name not in events[cause][-1]
     return {i: max(found.values(), default=0) for i, found in failed.items()}
 
 
 def seconds_to_next_round(lines: Lines, events: Events) -> dict[int, float]:
-    """For each event, until a round has counted that began with it or later: the second one."""
+    """For each event, until a round has counted that began with its end or later: the second one."""
     times: dict[int, float] = {}
     for line in taken(lines):
         times.setdefault(line["round"], line["time"])
     found = {}
-    for i, (begin, _, _) in enumerate(events):
-        after = sorted(t for t in times.values() if t > begin)
-        found[i] = after[min(1, len(after) - 1)] - begin if after else float("nan")
+    for i, (_, end, *_) in enumerate(events):
+        after = sorted(t for t in times.values() if t > end)
+        found[i] = after[min(1, len(after) - 1)] - end if after else float("nan")
     return found
 
 
@@ -92,12 +100,12 @@ def by_kind(lines: Lines, events: Events) -> dict[str, dict[str, float]]:
         healing(lines),
     )
     rows = {}
-    for kind in dict.fromkeys(what for _, what, _ in events):
-        numbers = [i for i, (_, what, _) in enumerate(events) if what == kind]
+    for kind in dict.fromkeys(what for *_, what, _ in events):
+        numbers = [i for i, (*_, what, _) in enumerate(events) if what == kind]
         mine = [
             healed[name]
             for i in numbers
-            for name in events[i][2]
+            for name in events[i][-1]
             if kind.startswith("add") and name in healed
         ]
         rows[kind] = {
