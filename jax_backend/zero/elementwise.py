@@ -138,9 +138,12 @@ class Trial:
         self._inner = inner
         self._structure = structure
         self._axes = axes_of(axis_name)
-        self._shards = self._tried(shards)
+        self._given, self._shards = shards, self._tried(shards)
         self._specs = list(self._shards.specs.values())
         self._random = np.random.default_rng(0)
+        # Compiled quickly rather than well: it runs a few times.
+        cpu = jax.default_backend() == "cpu"
+        self._quick = {"xla_backend_optimization_level": 0} if cpu else None
         self._signs = [self._random.choice((-1.0, 1.0, 1.0), spec.size) for spec in self._specs]
         self._params = self._numbers(lambda place: 10 - 9 * place)
 
@@ -151,34 +154,38 @@ class Trial:
     def run(self) -> None:
         """Raise DifferentError if anything comes out otherwise on pieces; and what the optimizer
         raises."""
+        self._require_shapes()
         whole = self._on_replicas(self._inner.init, 1)(self._whole(self._params))
         pieces = self._init_pieces()
         self._check_state(whole, pieces)
-        # Compiled quickly rather than well: it runs a few times.
-        quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-        update = jax.jit(self._update, compiler_options=quick)
-        moved, taken = np.array([not spec.size for spec in self._specs]), 0
+        update = jax.jit(self._update, compiler_options=self._quick)
+        moved, self._taken = np.array([not spec.size for spec in self._specs]), 0
         for kind in KINDS:
             if kind == "late":
-                whole, pieces = jax.tree.map(_later, (whole, pieces))
-            for i in range(taken or PATIENCE):
+                whole, pieces = jax.tree.map(moved_on, (whole, pieces))
+            for i in range(self._taken or PATIENCE):
                 new, whole, cut, pieces = update(self._gradients(kind), self._params, whole, pieces)
                 moves = self._compare_updates(new, cut)
                 self._compare_states(whole, pieces)
                 if kind == "plain" and (moves & ~moved).any():
-                    moved, taken = moved | moves, i + 1
+                    moved, self._taken = moved | moves, i + 1
                 if kind == "plain" and i and moved.all():
                     break
-            if not taken:
+            if not self._taken:
                 raise DifferentError(
                     f"it made no update in {PATIENCE} steps, so there is nothing to compare"
                 )
 
     def _numbers(self, magnitude: Callable[[Any], Any]) -> list[np.ndarray[Any, Any]]:
+        return self._numbers_of(self._specs, self._signs, magnitude)
+
+    def _numbers_of(
+        self, specs: Sequence[Spec], kept: Sequence[Any], magnitude: Callable[[Any], Any]
+    ) -> list[np.ndarray[Any, Any]]:
         """Random numbers for each parameter, of a sign that each element keeps and a magnitude by
         its place between 0 and 1."""
         numbers = []
-        for spec, signs in zip(self._specs, self._signs, strict=True):
+        for spec, signs in zip(specs, kept, strict=True):
             place = np.linspace(0, 1, spec.size)
             values = signs * magnitude(place) * self._random.uniform(0.5, 1.5, spec.size)
             numbers.append(values.reshape(spec.shape).astype(spec.dtype))
@@ -195,13 +202,13 @@ class Trial:
 
     def _update(self, gradients: Any, params: Any, whole: Any, pieces: Any) -> tuple[Any, ...]:
         """Updates and state on whole parameters, and on pieces."""
+        on_one = self._on_replicas(self._update_one, 1)
+        on_whole = on_one(self._whole(gradients), whole, self._whole(params))
+        return *on_whole, *self._update_pieces(self._update_one, gradients, pieces, params)
 
-        def update(updates: Any, state: Any, params: Any) -> Any:
-            # Some transformations demand the value of the loss; the others do not look.
-            return self._inner.update(updates, state, params, value=np.float32(1))
-
-        on_whole = self._on_replicas(update, 1)(self._whole(gradients), whole, self._whole(params))
-        return *on_whole, *self._update_pieces(update, gradients, pieces, params)
+    def _update_one(self, updates: Any, state: Any, params: Any) -> Any:
+        # Some transformations demand the value of the loss; the others do not look.
+        return self._inner.update(updates, state, params, value=np.float32(1))
 
     def _init_pieces(self) -> Any:
         return self._on_replicas(self._inner.init, self._shards.world_size)(self._cut(self._params))
@@ -232,25 +239,47 @@ class Trial:
             self._structure, rows_of(self._shards, [jnp.asarray(x) for x in arrays])
         )
 
+    def _require_shapes(self) -> None:
+        """Require what `_check_state` does of the sizes that parameters really have: an optimizer
+        may decide by them, and those that are tried are smaller."""
+        given, size = self._given, max(self._given.world_size, 2)
+        shards = ElementShards(given.specs, size)
+
+        def state(rows: int, shapes: Callable[[str, Spec], tuple[int, ...]]) -> Any:
+            specs = shards.specs.items()
+            leaves = [STRUCT((rows, *shapes(name, spec)), spec.dtype) for name, spec in specs]
+            tree = jax.tree.unflatten(self._structure, leaves)
+            return jax.eval_shape(self._on_replicas(self._inner.init, rows), tree)
+
+        whole = state(1, lambda _, spec: spec.shape)
+        self._divided_alike(shards, whole, state(size, lambda name, _: shards.piece_shape(name)))
+
     def _check_state(self, whole: Any, pieces: Any) -> None:
+        self._state_names = [path for path, _ in by_path(whole)]
+        self._divided = self._divided_alike(self._shards, whole, pieces)
+        self._compare_states(whole, pieces)
+
+    def _divided_alike(self, shards: Any, whole: Any, pieces: Any) -> tuple[bool, ...]:
+        """Which leaves of the state are in pieces. Raises DifferentError for what has neither the
+        shape of a parameter nor one that all replicas share."""
         structures: list[Any] = [jax.tree.structure(state) for state in (whole, pieces)]
         if structures[0] != structures[1]:
             raise DifferentError("its state has another structure")
-        self._state_names = [path for path, _ in by_path(whole)]
-        of_one = [
-            STRUCT(self._shards.piece_shape(name), s.dtype)
-            for name, s in self._shards.specs.items()
-        ]
-        self._divided = divided_leaves(self._inner, jax.tree.unflatten(self._structure, of_one))
-        shapes = {spec.shape for spec in self._specs}
-        for name, x, divided in zip(
-            self._state_names, jax.tree.leaves(whole), self._divided, strict=True
-        ):
-            if divided and x.shape[1:] not in shapes:
+        of_one = [STRUCT(shards.piece_shape(name), s.dtype) for name, s in shards.specs.items()]
+        divided = divided_leaves(self._inner, jax.tree.unflatten(self._structure, of_one))
+        shapes = {spec.shape for spec in shards.specs.values()}
+        each = zip(by_path(whole), jax.tree.leaves(pieces), divided, strict=True)
+        for (name, x), piece, in_pieces in each:
+            if in_pieces and x.shape[1:] not in shapes:
                 raise DifferentError(
                     f"the state {name!r} has shape {x.shape[1:]}, which no parameter has"
                 )
-        self._compare_states(whole, pieces)
+            if not in_pieces and x.shape[1:] != piece.shape[1:]:
+                raise DifferentError(
+                    f"the state {name!r} has shape {x.shape[1:]} of whole parameters, and"
+                    f" {piece.shape[1:]} of pieces"
+                )
+        return divided
 
     def _compare_states(self, whole: Any, pieces: Any) -> None:
         each = zip(
@@ -306,7 +335,7 @@ def _on_one(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     return lambda *given: jax.tree.map(lambda x: x[0], mapped(*given))
 
 
-def _later(counter: jax.Array) -> jax.Array:
+def moved_on(counter: jax.Array) -> jax.Array:
     """Steps counted by each replica, moved on; other states as they are."""
     counts = (
         counter.ndim == 1

@@ -8,7 +8,8 @@ mixes parameters, as a global norm does, comes to something else on a part of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,18 +21,21 @@ import optax  # type: ignore[import-untyped]
 from gradwire.core.ops import Spec
 from gradwire.core.zero.stacks import StackShards
 from gradwire.jax_backend.axes.mapped_axis import AxisName
-from gradwire.jax_backend.state.types import by_path
+from gradwire.jax_backend.state.types import by_path, dotted
 from gradwire.jax_backend.zero.elementwise import (
     OPS,
+    STRUCT,
     DifferentError,
     Trial,
     compare,
     joined,
+    moved_on,
     on_host,
     quietly,
     shortened,
 )
-from gradwire.jax_backend.zero.stacked_names import keys_of_slots, paths_in
+from gradwire.jax_backend.zero.fingerprints import fingerprints
+from gradwire.jax_backend.zero.stacked_names import keys_of_slots, parameters_in, paths_in
 
 #: Elements of one parameter of each shape, together: matrices that are orthogonalized take much
 #: longer than what treats each element by itself.
@@ -52,7 +56,8 @@ def require_independent(
         structure: of the tree of parameters.
         shards: how they are divided, in the order of the tree. Two of each stacked shape are tried
             on two replicas, three layers of each array of layers, what has owners on two of them,
-            and one of those that are kept, shortened if they are large.
+            and one of those that are kept, shortened if they are large. Then those in a stack whose
+            updates are computed otherwise than the first's.
         axis_name: the axes that `inner` may sum over.
     """
     if not any(spec.size for spec in shards.specs.values()) or not shards.places:
@@ -86,10 +91,103 @@ class WholeTrial(Trial):
 
     def _tried(self, shards: StackShards) -> StackShards:
         self._all = list(shards.specs)
-        thinned = _thinned(shards)
+        self._small = _small(shards)
+        thinned = _thinned(shards, self._small)
         owned = [name for name in thinned if shards.places.get(name, ("",))[0] in shards.ragged]
         self._owners = [names for names in (owned[::2], owned[1::2]) if names]
         return StackShards(thinned, 2, shards.cut.intersection(thinned), pooled=False)
+
+    def run(self) -> None:
+        super().run()
+        self._require_members_alike()
+
+    def _require_members_alike(self) -> None:
+        """Require that all in a stack, under the name of whose first they are optimized, come to
+        one update of one gradient. Tried are those whose updates are computed otherwise."""
+        given = self._given
+        stacks = [
+            list(filter(None, given.stacks[s])) for s in given.stacks if s not in given.ragged
+        ]
+        first = {name: names[0] for names in stacks for name in names}
+        if first.keys() <= self._shards.specs.keys():
+            return  # they have been tried
+        computed = self._computed(first)
+        odd = {name: one for name, one in first.items() if computed[name] != computed[one]}
+        if not odd:
+            return
+        tried = [name for name in self._all if name in {*odd, *odd.values()}]
+        specs = [self._small[name] for name in tried]
+        signs = [self._random.choice((-1.0, 1.0, 1.0), spec.size) for spec in specs]
+
+        def tree(magnitude: Callable[[Any], Any]) -> Any:
+            each = dict(zip(tried, self._numbers_of(specs, signs, magnitude), strict=True))
+            return self._tree({name: jnp.asarray(each[first[name]])[None] for name in tried})
+
+        params, gradients = tree(lambda place: 10 - 9 * place), tree(lambda place: 1 + 9 * place)
+        state = self._on_replicas(self._inner.init, 1)(params)
+        update = jax.jit(self._on_replicas(self._update_one, 1), compiler_options=self._quick)
+        for kind in ("plain", "late"):
+            if kind == "late":
+                state = jax.tree.map(moved_on, state)
+            for _ in range(self._taken):
+                updates, state = update(gradients, state, params)
+                found = dict(zip(tried, map(on_host, jax.tree.leaves(updates)), strict=True))
+                for name, one in odd.items():
+                    compare(f"the update of {name!r}", found[one], found[name])
+
+    def _computed(self, first: Mapping[str, str]) -> dict[str, int]:
+        """How the update of each parameter is computed, those that share a slot taken for one."""
+        params, state = self._real
+        shapes = {name: spec.shape for name, spec in self._given.specs.items()}
+        one = {dotted(name): dotted(first.get(name, name)) for name in self._all}
+        own = list(one.values())
+        in_state: list[tuple[str, ...]] = [
+            (before, one[name], after) if name else (path,)
+            for (path, _), (before, name, after) in zip(
+                by_path(state),
+                parameters_in(state, shapes),
+                strict=True,
+            )
+        ]
+        names = [*(("gradient", n) for n in own), *in_state, *(("parameter", n) for n in own)]
+        update = self._on_replicas(self._update_one, 1)
+        found = fingerprints(lambda *given: update(*given)[0], (params, state, params), names)
+        return dict(zip(self._all, found, strict=True))
+
+    @functools.cached_property
+    def _real(self) -> tuple[Any, Any]:
+        """Parameters and state of the sizes that they really have, without numbers."""
+        return self._made({name: spec.shape for name, spec in self._given.specs.items()})
+
+    def _made(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, Any]:
+        specs = self._given.specs
+        params = self._tree({n: STRUCT((1, *x), specs[n].dtype) for n, x in shapes.items()})
+        return params, jax.eval_shape(self._on_replicas(self._inner.init, 1), params)
+
+    def _require_shapes(self) -> None:
+        given = self._given
+        shards = given if given.world_size > 1 else StackShards(given.specs, 2, given.layers)
+        specs, size = shards.specs, shards.world_size
+        whole = {path: x.shape[1:] for path, x in by_path(self._real[1])}
+        slots = {name: shards.slot_shape(name) for name in {*shards.stacks, *shards.cut}}
+        own = {
+            name: slots.get(name, spec.shape)
+            for name, spec in specs.items()
+            if shards.is_kept(name)
+            or (shards.places[name][0] == name and name not in shards.ragged)
+        }
+        keys = keys_of_slots(self._inner.init, shards, self._tree, self._all)
+        for (path, x), key in zip(by_path(self._made(own)[1]), keys, strict=True):
+            paths, found = paths_in(key or "") or (path,), x.shape[1:]
+            for name in filter(None, paths):
+                expected = whole.get(name)
+                if expected and key and len(paths) == 1:  # some layers
+                    expected = (-(-expected[0] // size), *expected[1:])
+                if expected != found:
+                    raise DifferentError(
+                        f"the state {name!r} has shape {whole.get(name)} of all parameters, and"
+                        f" {found} of those of one replica"
+                    )
 
     def _tree(self, leaves: Mapping[str, Any]) -> Any:
         return jax.tree.unflatten(
@@ -191,31 +289,41 @@ class WholeTrial(Trial):
             same(path, on_host(x)[0])
 
 
-def _thinned(shards: StackShards) -> dict[str, Spec]:
-    """Two parameters of each stacked shape, one of each that is kept, has owners or is cut by
-    layers, made small, three layers at most."""
+Kind = tuple[Spec, bool]
 
-    def kind(name: str) -> tuple[Spec, bool]:
-        spec, cut = shards.specs[name], name in shards.cut
-        return Spec((min(spec.shape[0], 3), *spec.shape[1:]), spec.dtype) if cut else spec, cut
 
-    kinds = list(dict.fromkeys(map(kind, shards.specs)))
-    small: dict[tuple[Spec, bool], Spec] = {}
+def _kind(shards: StackShards, name: str) -> Kind:
+    """What is alike for a trial: the shape, of three layers at most, and whether it has layers."""
+    spec, cut = shards.specs[name], name in shards.cut
+    return Spec((min(spec.shape[0], 3), *spec.shape[1:]), spec.dtype) if cut else spec, cut
+
+
+def _small(shards: StackShards) -> dict[str, Spec]:
+    """All parameters, made small. What is not alike stays so."""
+    kinds = list(dict.fromkeys(_kind(shards, name) for name in shards.specs))
+    small: dict[Kind, Spec] = {}
     for each, short in zip(
         kinds,
         shortened({str(i): s for i, (s, _) in enumerate(kinds)}, LARGEST).values(),
         strict=True,
     ):
-        while short in small.values():  # what is not alike stays so
+        while short in small.values():
             short = Spec((*short.shape[:-1], short.shape[-1] + 1), short.dtype)
         small[each] = short
-    taken: dict[str, Spec] = {}
-    for each in kinds:
-        alike = [name for name in shards.specs if kind(name) == each]
-        stacks = shards.stacks.keys() - shards.ragged
-        of_stacks = [name for name in alike if shards.places.get(name, ("",))[0] in stacks]
+    return {name: small[_kind(shards, name)] for name in shards.specs}
+
+
+def _thinned(shards: StackShards, small: Mapping[str, Spec]) -> dict[str, Spec]:
+    """Two parameters of each stacked shape, one of each that is kept, has owners or is cut by
+    layers."""
+    alike: dict[Kind, list[str]] = {}
+    for name in shards.specs:
+        alike.setdefault(_kind(shards, name), []).append(name)
+    stacks, taken = shards.stacks.keys() - shards.ragged, set[str]()
+    for names in alike.values():
+        of_stacks = [name for name in names if shards.places.get(name, ("",))[0] in stacks]
         # Of another kind of this shape one, for two would be a stack here.
-        beside = [name for name in alike if shards.places.get(name, ("",))[0] not in stacks]
+        beside = [name for name in names if shards.places.get(name, ("",))[0] not in stacks]
         others = {shards.is_kept(name): name for name in reversed(beside)}
-        taken |= dict.fromkeys([*of_stacks[:2], *list(others.values())[:1]], small[each])
-    return {name: taken[name] for name in shards.specs if name in taken}
+        taken |= {*of_stacks[:2], *list(others.values())[:1]}
+    return {name: small[name] for name in shards.specs if name in taken}

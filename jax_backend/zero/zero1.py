@@ -406,10 +406,14 @@ class _Sharded:
         gradients = flatten(updates)
         check_leaves(gradients, self.axis_name)
         (_check_averaged if self.algorithm is None else _check_local)(gradients, self.axis_name)
-        shards = self._shards(specs_of(gradients.leaves))
+        named = None if params is None else flatten(params)
+        specs = specs_of(gradients.leaves)
+        if named is not None:  # divided as `init` has done, by their dtypes
+            known = specs_of(named.leaves)
+            specs = {name: known.get(name, spec) for name, spec in specs.items()}
+        shards = self._shards(specs)
         state, vectors = _apart(state)
         before, keys = _join(state), keys_of(state)
-        named = None if params is None else flatten(params)
         own = None if named is None else self._own_pieces(named)
         own_params = (
             None if named is None or own is None else _rebuilt(named, _without_owners(shards, own))

@@ -205,6 +205,30 @@ def test_axes_together():
     assert_close(updates, expected, 3e-5)
 
 
+@pytest.mark.parametrize("shard", ["element", "parameter"])
+def test_gradients_of_other_dtypes_than_their_parameters(shard):
+    """Which are divided by those of the parameters, in `init` and in each step."""
+    halves, inner = ("b", "d", "e"), optax.adam(0.1)
+    dtypes = {n: jnp.bfloat16 if n in halves else "float32" for n in "abcdef"}
+    params = {n: jnp.full((3, 2), 0.5, dtype) for n, dtype in dtypes.items()}
+    tx = gw.zero1(inner, axis_name=AXIS, replicas=2, shard=shard)
+    one = {
+        n: np.linspace(1, 2, 6, dtype=np.float32).reshape(3, 2) * (1 + i)
+        for i, n in enumerate("abcdef")
+    }
+    for kept in (set(), set("abcdef"), {"a", "b"}):  # in bfloat16
+        given = {n: x.astype(jnp.bfloat16 if n in kept else x.dtype) for n, x in one.items()}
+        updates, _ = step_of(
+            tx, {n: np.stack([x, 3 * x]) for n, x in given.items()}, params, tx.init(params)
+        )
+        plain, _ = jax.jit(inner.update)(
+            {n: 2 * x for n, x in given.items()}, inner.init(params), params
+        )
+        if len(kept) != 2:  # of one slot, the widest
+            assert jax.tree.map(jnp.result_type, updates) == jax.tree.map(jnp.result_type, plain)
+        assert_close(updates, plain, 1e-2)
+
+
 @pytest.mark.usefixtures("float16_in_jax")
 def test_dtypes_side_by_side():
     dtypes = {"a": "float32", "b": jnp.bfloat16, "c": "float16", "d": "float32", "e": jnp.bfloat16}

@@ -76,7 +76,7 @@ REFUSED = [
     (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), "the state '1.0.mu.b'"),
     (optax.clip_by_global_norm(1e5), "the update of 'b'"),  # far above
     (optax.adafactor(0.1), UPDATE),
-    (FACTORED, "the state '0.v.w'"),
+    (FACTORED, "the state '0.v_row.w'"),
     (optax.contrib.muon(0.1), "update of 'w'"),
     (LAMB, UPDATE),
     (optax.sm3(0.1), "the state"),
@@ -150,8 +150,15 @@ def test_a_trial_is_small():
     """Of parameters that no memory holds."""
     huge = {f"w{i}": jax.ShapeDtypeStruct((1 << 20, 1 << 16), jnp.bfloat16) for i in range(3)}
     jax.eval_shape(sharded(optax.adam(0.1)).init, huge)
-    with refused("the state 'v.w0'"):
+    with refused("the state 'v_row.w0'"):
         jax.eval_shape(sharded(optax.scale_by_factored_rms()).init, huge)
+
+
+def test_what_decides_by_sizes_is_refused_by_real_ones():
+    """A trial shortens these matrices below 128, from which on they are factored."""
+    matrices = {f"w{i}": jax.ShapeDtypeStruct((24, 256, 256), jnp.float32) for i in range(40)}
+    with refused("the state 'v_row.w0'", "(24, 256)"):
+        jax.eval_shape(sharded(optax.scale_by_factored_rms()).init, matrices)
 
 
 def test_what_knows_no_shape_passes():

@@ -161,6 +161,21 @@ BY_NORM = optax.stateless(
     lambda updates, params: jax.tree.map(lambda x: x / jnp.linalg.norm(x), updates)
 )
 OF_TWO = optax.masked(optax.scale(2.0), {n: n in ("layer_0", "up") for n in SHAPES})
+
+
+def but_for(name, since=0):
+    """All matrices of one shape decay but this one, from a step on."""
+    decay = optax.add_decayed_weights(
+        lambda step: 0.1 * (step >= since), {n: n != name for n in SHAPES}
+    )
+    return optax.chain(decay, optax.sgd(0.1))
+
+
+PARTED = optax.multi_transform(
+    {"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {n: "b" if n == "layer_3" else "a" for n in SHAPES}
+)
+#: Of all layers the longest two dimensions are factored, of some of them none.
+FACTORED = optax.adafactor(0.02, min_dim_size_to_factor=200)
 #: Of which owners run each by itself.
 APART = {"up": (4, 9), "square": (6, 6)}
 LAYERS = {"layers": (4, 6, 4)}
@@ -171,6 +186,12 @@ REFUSED = [
     (CLIP(1e6), {}, SHAPES, ["update of"]),
     (CLIP(1.0), {}, APART, ["update of"]),
     (OF_TWO, {}, SHAPES, ["update of", "optax.multi_transform around"]),
+    # beyond the first two of a shape, in the same stack or in another
+    (but_for("layer_3"), {}, SHAPES, ["update of 'layer_3'", "optax.multi_transform around"]),
+    (but_for("layer_3", 100), {}, SHAPES, ["update of 'layer_3'"]),
+    (but_for("layer_2"), {"replicas": 4}, SHAPES, ["update of 'layer_2'"]),
+    (PARTED, {}, SHAPES, ["layer_3"]),
+    (FACTORED, {"stacked": "layers"}, {"layers": (256, 256, 4)}, ["v_row.layers", "(256, 4)"]),
     (HIDDEN, {"elementwise": True}, SHAPES, ["elementwise=True"]),
     (HIDDEN, {"bucket_bytes": 64}, SHAPES, ["bucket_bytes=64"]),
     (HIDDEN, {"shard": "bucket"}, SHAPES, ["shard='bucket'", "'element', 'parameter'"]),
@@ -185,12 +206,13 @@ REFUSED = [
 @pytest.mark.parametrize(("inner", "options", "shapes", "words"), REFUSED)
 def test_refused_by_name(inner, options, shapes, words):
     with refused(*words):
-        sharded(inner, 2, **options).init(start(shapes))
+        sharded(inner, **{"replicas": 2} | options).init(start(shapes))
 
 
 def test_not_refused():
-    """What is alike within each shape, so that each is in its part; and what does the same to each
-    whole parameter."""
+    """What is alike within each shape, so that each is in its part; what does the same to each
+    whole parameter; and what leaves one out that is in no stack."""
+    sharded(but_for("layer_4"), 2).init(PARAMS)
     sharded(mixture(HIDDEN, VECTORS), 2).init(PARAMS)
     sharded(BY_NORM, 2).init(start(LAYERS))
     assert StackShards({n: Spec(x) for n, x in APART.items()}, 2).ragged

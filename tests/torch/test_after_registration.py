@@ -234,6 +234,55 @@ def test_a_parameter_that_no_optimizer_here_knows_is_spoken_of_at_once(world: Wo
         run.steps(1)
 
 
+@cases.case
+def test_an_optimizer_has_one_handle_until_it_is_unregistered(world: World) -> None:
+    """A second would average what the first has averaged, and step outer optimizers twice."""
+    run = Run(world, diloco(2), False)
+    run.steps(1)
+    words = said(gw.local_sgd, run.net, run.optimizer, diloco(2), process_group=world.group)
+    assert words.startswith("ValueError: optimizer has a handle already")
+    run.handle.unregister()
+    run.handle = gw.local_sgd(run.net, run.optimizer, diloco(2), process_group=world.group)
+    run.steps(2)
+    assert world.agree(weights(run.model))
+
+
+@cases.case
+def test_a_closure_may_be_called_as_often_as_a_step_wants(world: World) -> None:
+    """L-BFGS writes to the parameters between its backward passes."""
+    run = Run(world, LocalSGD(2), False)
+    run.handle.unregister()
+    optimizer = torch.optim.LBFGS(
+        run.model.parameters(), lr=0.01, max_iter=15, tolerance_grad=0, tolerance_change=0
+    )
+    handle = gw.local_sgd(run.net, optimizer, LocalSGD(2), process_group=world.group)
+    passes = 0
+
+    def closure() -> float:
+        nonlocal passes
+        passes += 1
+        optimizer.zero_grad()
+        run.backward()
+        return 1.0
+
+    for _ in range(2):  # no warning
+        optimizer.step(closure)
+    assert passes == 30
+    assert (handle.steps, handle.synchronized) == (2, True)
+    assert world.agree(weights(run.model))
+
+    # who steps by hand is spoken of all the same
+    def step_by_hand() -> None:
+        for _ in range(12):
+            closure()
+            with torch.no_grad():
+                for p in run.model.parameters():
+                    p.sub_(0.01 * p.grad)
+
+    with pytest.warns(UserWarning, match="the LBFGS that local_sgd was given has not stepped"):
+        step_by_hand()
+
+
 class Sam(torch.optim.Optimizer):
     """Two calls round two backward passes, and the step of the optimizer inside (Foret et al.
     2021)."""

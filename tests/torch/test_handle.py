@@ -70,7 +70,11 @@ def test_after_unregister_ddp_averages_as_without_a_hook_and_takes_another(world
     assert handle.stats() == before
     assert sum(p.nbytes for p in payloads) == 3 * 4 * sum(p.numel() for p in ddp.parameters())
     assert repr(handle).startswith("CommHook(unregistered; PowerSGD(rank=2): ")
-    for words in (said(handle.unregister), said(handle.reconfigure, PowerSGD(rank=4))):
+    for words in (
+        said(handle.unregister),
+        said(handle.reconfigure, PowerSGD(rank=4)),
+        said(handle.load_state_dict, handle.state_dict()),
+    ):
         assert words.startswith("ValueError: this handle is unregistered; register_comm_hook")
     driver = {"driver": weakref.ref(handle._driver)}
     del handle
@@ -119,7 +123,13 @@ def test_after_unregister_of_local_sgd_replicas_are_equal_and_stay_so(world, mom
     assert world.agree(state_of(optimizer))
     assert handle.stats().steps == before.steps == 5
     assert repr(handle).startswith("LocalSGDHandle(unregistered; LocalSGD(period=3, ")
-    for call in (handle.unregister, handle.step, lambda: handle.reconfigure(LocalSGD(2))):
+    saved = handle.rank_state_dict()
+    for call in (
+        handle.unregister,
+        handle.step,
+        lambda: handle.reconfigure(LocalSGD(2)),
+        lambda: handle.load_state_dict(saved),
+    ):
         assert "this handle is unregistered; local_sgd" in said(call)
     assert "_step_supports_amp_scaling" not in vars(optimizer)
 

@@ -287,7 +287,7 @@ class CommHook(Handle):
     stats.__doc__ = Handle.stats.__doc__
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
-        if self._choosing is None:
+        if self._choosing is None or not self._registered:
             return super().load_state_dict(state, strict)
         return self._choosing.loaded(state, strict)
 

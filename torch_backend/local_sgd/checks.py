@@ -18,6 +18,7 @@ from gradwire.core.text.wording import some
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.groups.nodes import on_nodes
 from gradwire.torch_backend.fsdp.backward import hook_obstacle
+from gradwire.torch_backend.local_sgd.optimizer_hooks import is_followed
 from gradwire.torch_backend.local_sgd.outer import in_torch
 from gradwire.torch_backend.local_sgd.target import Target
 from gradwire.torch_backend.setup.consistency import obstacle
@@ -123,6 +124,11 @@ def obstacle_of(
     if optimizer is None and moments != "keep":
         return f"moments={moments!r} needs the optimizer"
     if optimizer is not None:
+        if is_followed(optimizer):
+            return (
+                "optimizer has a handle already that averages after its steps; unregister() of that"
+                " handle makes room"
+            )
         own = {id(p) for p in module.parameters()}
         foreign = [
             tuple(p.shape) for g in optimizer.param_groups for p in g["params"] if id(p) not in own

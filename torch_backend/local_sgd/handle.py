@@ -730,15 +730,15 @@ class LocalSGDHandle:
 
         Raises:
             ValueError: on every rank, with nothing changed, if the state does not fit on one of
-                them, or they differ.
+                them, or they differ; or after `unregister`.
             RuntimeError: some ranks have not called it within 10 minutes, or the timeout that the
                 process group was given.
         """
-        why_not, found = "", None
+        why_not, found = self._why_not(), None
         try:
             found = self._memory.fit(state)
         except ValueError as error:
-            why_not = str(error)
+            why_not = why_not or str(error)
         why_not = self._target.obstacle_of_all(why_not)
         together = (
             "load_state_dict() compares the step, so every rank calls it, with the same state"

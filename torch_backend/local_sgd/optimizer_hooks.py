@@ -13,12 +13,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from gradwire.torch_backend.engine.torch_modes import uncompiled
 from gradwire.torch_backend.torch_internals import SKIPS_BY_ITSELF
+
+#: Those whose steps are followed.
+_followed: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+def is_followed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something happens after each of its steps."""
+    return optimizer in _followed
 
 
 @contextmanager
@@ -77,8 +86,10 @@ def step_on_every_rank(
         optimizer.register_step_pre_hook(before_step),
         optimizer.register_step_post_hook(after_step),
     ]
+    _followed.add(optimizer)
 
     def leave() -> None:
+        _followed.discard(optimizer)
         for hook in hooks:
             hook.remove()
         if marked is None:

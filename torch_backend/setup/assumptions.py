@@ -12,7 +12,8 @@ is asked at three moments:
 - After a step, `stepped`: a tensor counts how often it is written to, and the counts are noted.
 - After a backward pass, `_passed`: parameters that were written to from pass to pass, with no step
   between, are stepped by another optimizer: a warning, once. Until the next step `others_stepped`
-  says that what is known of the weights is not so.
+  says that what is known of the weights is not so. Passes within a step are those of its closure,
+  between which L-BFGS itself writes.
 - Before a step again, `notice_written`, for those that remember weights: parameters that were
   written to since the last step, where that is not the rule: a warning, once. What goes by `p.data`
   no count shows.
@@ -117,6 +118,7 @@ class Assumptions:
         self._versions: list[int] = []
         self._few_versions: list[int] = []
         self._passes = self._foreign = self._quiet = 0
+        self._steps_now = False
         self._said = self._said_written = False
         self.stepped()
         self._hook(module)
@@ -173,6 +175,7 @@ class Assumptions:
                 f" {self._remedy}"
             )
         self._look(step)
+        self._steps_now = True
 
     def _refuse_foreign(self) -> None:
         assert self._optimizer is not None
@@ -198,6 +201,7 @@ class Assumptions:
             times_written(self._trained[:FEW]),
         )
         self._passes = self._foreign = 0
+        self._steps_now = False
 
     def notice_written(self) -> None:
         """Notice weights that somebody else has written: before each step, of those that remember
@@ -227,6 +231,8 @@ class Assumptions:
         self._quiet = 0
 
     def _passed(self) -> None:
+        if self._steps_now:
+            return
         self._passes += 1
         if (now := times_written(self._trained[:FEW])) == self._few_versions:
             return

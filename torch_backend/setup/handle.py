@@ -335,6 +335,8 @@ class Handle:
 
         Raises:
             ValueError: it is no state, is another rank's, does not fit, or holds NaN or inf, said
-                how. Nothing has been changed then.
+                how; or after `unregister`. Nothing has been changed then.
         """
+        if why_not := self._why_not():
+            raise ValueError(why_not)
         return self._driver.load_state_dict(state, strict)
