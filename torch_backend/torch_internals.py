@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter
@@ -92,7 +92,7 @@ reduce_scatter_single: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
-# ---- kernels on lists of tensors, which torch's optimizers are made of. 2.6 to 2.15.
+# ---- optimizers, and the kernels on lists of tensors that they are made of. 2.6 to 2.15.
 
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
@@ -100,6 +100,35 @@ foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sub_ = torch._foreach_sub_
+
+
+def save_with_hooks(
+    optimizer: torch.optim.Optimizer, save: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """The state of an optimizer that saves it by itself, with what users have hooked around its
+    `state_dict`. 2.6 to 2.15."""
+    for before in list(optimizer._optimizer_state_dict_pre_hooks.values()):
+        before(optimizer)
+    state = save()
+    for after in list(optimizer._optimizer_state_dict_post_hooks.values()):
+        changed = after(optimizer, state)
+        state = state if changed is None else changed
+    return state
+
+
+def load_with_hooks(
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    load: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Load it so, too, with what is hooked around `load_state_dict`. 2.6 to 2.15."""
+    given = dict(state) if isinstance(state, Mapping) else state
+    for before in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):
+        changed = before(optimizer, given)
+        given = given if changed is None else changed
+    load(given)
+    for after in list(optimizer._optimizer_load_state_dict_post_hooks.values()):
+        after(optimizer)
 
 
 def view_base(x: Tensor) -> Tensor | None:
@@ -118,6 +147,16 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _node: Callable[[], Any] = torch._C._current_autograd_node
 #: Call a function when the backward pass that runs now has come to its end.
 queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+
+
+def add_gradient_hook(
+    parameter: Tensor, hook: Callable[[Tensor], None]
+) -> tuple[dict[int, Any], int]:
+    """Call this when a gradient has been accumulated. Returns all such hooks of the parameter, in
+    the order in which they are called, and the key of this one."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    return hooks, handle.id
 
 
 def in_backward() -> bool:

@@ -582,6 +582,43 @@ def test_what_was_accumulated_is_averaged(world, row):
     assert ours.handle.stats().steps == 2
 
 
+def halve(p):
+    p.grad.mul_(0.5)
+
+
+def replace_by_half(p):
+    p.grad = p.grad * 0.5
+
+
+def take_away(p):
+    p.grad = None
+
+
+@cases.each({f.__name__: f for f in (halve, replace_by_half, take_away)})
+def test_gradients_leave_as_hooks_have_changed_them_whenever_registered(world, change):
+    """Before the model is wrapped, between two steps, or never; as under DDP."""
+    for before in (True, False):
+        trained = []
+        for make in (
+            lambda m: wrap(world, m),
+            partial(DistributedDataParallel, process_group=world.group),
+        ):
+            model = net()
+            hooked = list(model.parameters())[1:]
+            if before:
+                for p in hooked:
+                    p.register_post_accumulate_grad_hook(change)
+            wrapped = make(model)
+            fit(wrapped, sgd(model), world.rank, range(2), LOSS)
+            if not before:
+                for p in hooked:
+                    p.register_post_accumulate_grad_hook(change)
+            fit(wrapped, sgd(model), world.rank, range(2, 5), LOSS)
+            trained.append(weights(model))
+            assert world.agree(trained[-1])
+        assert relative(*trained) < 1e-5
+
+
 def beside():
     def forward(self, x):
         self.extra = self.side(x).sum()

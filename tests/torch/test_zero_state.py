@@ -486,6 +486,32 @@ def test_state_lies_as_its_parameter_does(world, shard):
         assert relative(weights(net), weights(alone)) < 1e-4
 
 
+@cases.each(SHARDS)
+def test_what_is_hooked_around_a_state_sees_it(world, shard):
+    """As around a plain optimizer's."""
+    seen = []
+    for make in (lambda net: zero_of(world, net, shard=shard, consolidate=True), plain):
+        net, heard = model(), []
+        optimizer = make(net)
+        train(net, optimizer, world.rank, range(2))
+
+        def saved(_, state, heard=heard):
+            heard.append(("saved", set(state) >= {"state", "param_groups"}))
+            return {**state, "mine": 1}
+
+        def loaded(_, state, heard=heard):
+            heard.append(("loaded", state["mine"]))
+            return {k: x for k, x in state.items() if k != "mine"}
+
+        optimizer.register_state_dict_pre_hook(lambda _, heard=heard: heard.append("saves"))
+        optimizer.register_state_dict_post_hook(saved)
+        optimizer.register_load_state_dict_pre_hook(loaded)
+        optimizer.register_load_state_dict_post_hook(lambda _, heard=heard: heard.append("went on"))
+        optimizer.load_state_dict(optimizer.state_dict())
+        seen.append(heard)
+    assert seen[0] == seen[1] == ["saves", ("saved", True), ("loaded", 1), "went on"]
+
+
 @cases.case
 def test_names_are_the_users(world):
     """Parameters that were given without names are taken in order, and nobody is told of others."""

@@ -20,7 +20,11 @@ from gradwire.torch_backend.engine.collectives import share
 from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.engine.scheduler import Running
 from gradwire.torch_backend.engine.torch_modes import refuse_compiled_autograd, uncompiled
-from gradwire.torch_backend.torch_internals import in_backward, queue_callback
+from gradwire.torch_backend.torch_internals import (
+    add_gradient_hook,
+    in_backward,
+    queue_callback,
+)
 
 
 class BackwardReducer:
@@ -76,8 +80,12 @@ class BackwardReducer:
 
     @uncompiled
     def before_forward(self) -> None:
-        """Forget what a failed backward pass has left behind."""
+        """Forget what a failed backward pass has left behind. Hooks of users come first, also those
+        that were registered later: they change a gradient before it leaves, as under DDP."""
         if not in_backward():
+            for hooks, own in self._hooks:
+                if len(hooks) > 1:
+                    hooks[own] = hooks.pop(own)
             if self._state.active:
                 self.driver.abandon()
             self._state.abandon()
@@ -125,8 +133,7 @@ class BackwardReducer:
 
             return on_gradient
 
-        for i, p in enumerate(self._parameters):
-            p.register_post_accumulate_grad_hook(hook(i))  # type: ignore[no-untyped-call]
+        self._hooks = [add_gradient_hook(p, hook(i)) for i, p in enumerate(self._parameters)]
         # Held from now on, as DDP holds them: a node accumulates on the stream on which it was
         # made, and all have to be one stream's.
         self._accumulators = [p.expand_as(p).grad_fn.next_functions[0][0] for p in self._parameters]  # type: ignore[union-attr]
@@ -225,7 +232,8 @@ class BackwardReducer:
     def _into_bucket(self, i: int) -> None:
         parameter, view, factor = self._parameters[i], self._views[i], self._factors[i]
         gradient = parameter.grad
-        if gradient is None:
+        if gradient is None:  # a hook has taken it away
+            view.zero_()
             return
         if gradient is view:  # it was not cleared by zero_grad, or only set to zero
             if factor is not None:

@@ -37,6 +37,7 @@ from gradwire.torch_backend.setup.self_check import wrong_here
 from gradwire.torch_backend.setup.sharded_models import sharded_parameter
 from gradwire.torch_backend.state.loss_scale import require_all_ranks, require_receiver, scale_of
 from gradwire.torch_backend.state.rank_memory import on_cpu
+from gradwire.torch_backend.torch_internals import load_with_hooks, save_with_hooks
 from gradwire.torch_backend.zero.arguments import (
     agreed_on,
     buckets_of,
@@ -552,6 +553,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if self._sharded is not None:
             return super().state_dict()
+        return save_with_hooks(self, self._saved)
+
+    def _saved(self) -> dict[str, Any]:
         if self._whole is not None:
             # what a scheduler has set since
             self._copy_options(self.param_groups, self._whole["param_groups"])
@@ -667,6 +671,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             ValueError: it does not fit, holds NaN or inf, or cannot be stepped from, said why: each
                 parameter's is tried out with zeros first. Nothing has been changed then.
         """
+        load_with_hooks(self, state_dict, self._load)
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         if self._sharded is not None:
             self._sharded.load_state_dict(state_dict)
             self.param_groups = self._sharded.param_groups
