@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import gradwire
+from benchmarks.advice import __main__ as advice_tables
 from benchmarks.advice.readme import read as read_advice
 from benchmarks.shapes import gpt
 from tests.chaos import choosing
@@ -413,3 +414,20 @@ def test_no_sample_registers_a_method_that_another_beats(monkeypatch: pytest.Mon
     assert not found, "\n".join(
         f"{s}: {call}\n    {name} beats it" for (s, call), name in found.items()
     )
+
+
+def test_a_cell_whose_second_run_took_another_time_does_not_count() -> None:
+    """With the method that was recommended, or with the fastest."""
+
+    def row(again: dict[str, float] | None) -> dict[str, Any]:
+        methods = [
+            {"algorithm": name, "measured_ms": ms, "ratio": 1.0}
+            for name, ms in (("plain", 100.0), ("a", 50.0), ("b", 40.0))
+        ]
+        cell = {"ranks": 1, "model": "m", "recommended": "a", "fastest": "b", "to_fastest": 1.25}
+        return cell | {"methods": methods} | ({} if again is None else {"again_ms": again})
+
+    same = {"plain": 300.0, "a": 54.0, "b": 37.0}
+    rows = [row(None), row(same), row(same | {"a": 56.0}), row(same | {"b": 36.0})]
+    found = advice_tables.counted(rows)
+    assert (found["cells"], found["unsteady"], found["predictions"]) == (2, 2, 6)
