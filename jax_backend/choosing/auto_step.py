@@ -518,10 +518,14 @@ class AutoStep:
         )
 
     def _note(self, step: int, number: int, times: str = "") -> None:
-        method = name_of(self._methods[number])
-        if self.choices and jax.process_index() == 0:
-            logger.info(change_in_words(step, method, self.choices[-1].method, times))
-        self.choices = (*self.choices, Chosen(step, number, method))
+        """Note a method from a step on, in place of what was chosen for it and later ones before it
+        failed, or before a state went back."""
+        method, before = name_of(self._methods[number]), self.choices
+        self.choices = tuple(choice for choice in before if choice.step < step)
+        if not self.choices or self.choices[-1].number != number:
+            self.choices = (*self.choices, Chosen(step, number, method))
+        if before and before[-1].number != number and jax.process_index() == 0:
+            logger.info(change_in_words(step, method, before[-1].method, times))
 
     # --- the log
 

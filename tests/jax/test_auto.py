@@ -394,7 +394,19 @@ def test_a_run_that_goes_back_writes_so(tmp_path, monkeypatch):
     before = jax.tree.map(jnp.copy, state)
     state, _ = trained(auto, state, 40, mesh)
     assert auto.choices[-1].number == 1
+    kept, step = auto.choices, auto._steps[1]
+
+    def fails(*given):
+        raise OSError
+
+    auto._steps[1] = fails
+    with pytest.raises(OSError):
+        trained(auto, state, 1, mesh)
+    auto._steps[1] = step
+    trained(auto, state, 1, mesh)
+    assert auto.choices == kept
     trained(auto, before, 1, mesh)
+    assert [c[:2] for c in auto.choices] == [(0, 0)]
     lines = Decisions(METHODS[:2], path.read_text())
     assert [lines.at(step) for step in range(60)] == [0] * 60
 

@@ -280,6 +280,20 @@ def test_gradients_in_other_strides_are_averaged_in_place(alone):
         assert 0 < relative(average, before[name]) < 1
 
 
+def test_gradients_that_share_memory_are_refused_by_name(alone):
+    """Before anything is sent or remembered."""
+    averager = Averager(PowerSGD(rank=1), {n: torch.zeros(20, 20) for n in "ab"})
+    one = torch.randn(20, 20)
+    with pytest.raises(ValueError, match=r"gradients\['b'\] and gradients\['a'\] are one tensor"):
+        averager({"a": one, "b": one})
+    with pytest.raises(ValueError, match=r"gradients\['b'\] is expanded"):
+        averager({"a": one, "b": torch.randn(20, 1).expand(20, 20)})
+    assert averager.stats().steps == 0
+    averager({"a": one, "b": torch.randn(20, 1).expand(20, 20).clone()})
+    row = Averager(AllReduce(), {"r": torch.zeros(1, 4)})
+    row({"r": torch.ones(4).expand(1, 4)})  # nothing is shared
+
+
 @cases.case
 def test_tensor_parallel_replicas_are_averaged_by_their_local_parts(world):
     """As the refusal of `compress_replicas` says: between backward and step."""

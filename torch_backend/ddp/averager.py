@@ -113,8 +113,8 @@ class Averager(Handle):
         Raises:
             TypeError: a gradient is a DTensor.
             ValueError: names are missing or unknown, or a gradient has another shape or dtype, is
-                sparse, or is None without `unused`. Nothing has been sent then, and the other ranks
-                wait.
+                sparse, is given under two names, or has elements that share memory, or is None
+                without `unused`. Nothing has been sent then, and the other ranks wait.
         """
         self._check(gradients)
         absent = {name for name in self._specs if gradients[name] is None}
@@ -146,6 +146,7 @@ class Averager(Handle):
                 f" {some(unknown)} unknown. A parameter without a gradient is there as None, with"
                 " unused=True"
             )
+        names: dict[int, str] = {}
         for name, g in gradients.items():
             if g is None:
                 if not self._unused:
@@ -158,10 +159,22 @@ class Averager(Handle):
                 raise TypeError(
                     f"gradients[{name!r}] is a DTensor; give its local part, p.grad.to_local()"
                 )
+            if (other := names.setdefault(id(g), name)) != name:
+                raise ValueError(
+                    f"gradients[{name!r}] and gradients[{other!r}] are one tensor, which cannot"
+                    " hold two averages; give it under one name"
+                )
             spec = self._specs[name]
             if g.is_sparse:
                 raise ValueError(
                     f"gradients[{name!r}] is sparse; build the embedding with sparse=False"
+                )
+            if 0 in g.stride() and any(
+                n > 1 and step == 0 for n, step in zip(g.shape, g.stride(), strict=True)
+            ):
+                raise ValueError(
+                    f"gradients[{name!r}] is expanded: its elements share memory, which cannot hold"
+                    " their averages; clone it"
                 )
             if g.shape != spec.shape or dtype_name(g.dtype) != spec.dtype:
                 raise ValueError(
