@@ -248,6 +248,7 @@ class TopK(Compressor):
         every_value = ops.cast(every_value, wide)
         if weights is not None:
             every_value = weights.times_each(ops, every_value)
+            every_index = [weights.present_codes(ops, x) for x in every_index]
         # What is not finite is in it, and of finite numbers a sum may overflow: none is larger than
         # this one. as they came, which moves none
         sent_rows = every_value.reshape((replicas, -1, every_value.shape[-1]))

@@ -37,6 +37,9 @@ from gradwire.core.protocol import (
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.weights import Weights
 
+#: So many times less than the mean weight is little.
+LITTLE = 4
+
 
 class Rounded(NamedTuple, Generic[A]):
     """A part of a mean as codes, and what rounding has taken from its rows, times what one replica
@@ -467,11 +470,12 @@ class Coder(RowCoder[A]):
 
     def _factor(self, size: int, place: Any, dtype: str) -> Any:
         """What one replica adds to what it has sent, so that the mean changes by -1: of one that
-        does not count, nothing changes it."""
+        does not count, nothing changes it. Nor is anything noted of one that counts little: at its
+        next full weight all of it would come back."""
         if self._weights is None:
             return -float(size)
         ops, own = self.ops, self._weights.of_each[place]
-        counts = own > 0
+        counts = (own > 0) & (own * float(LITTLE * size) >= self._weights.total)
         inverse = ops.divide(self._weights.total, ops.where(counts, own, 1.0))
         return ops.cast(ops.where(counts, inverse * -1.0, 0.0), dtype)
 

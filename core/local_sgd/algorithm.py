@@ -820,8 +820,8 @@ class _Fragment:
     def _applied(
         self, v: dict[str, Any], averaged: Stepped[Any], own: Any = None
     ) -> dict[str, Any]:
-        """What averaged differences make of outer and own parameters; nothing where they, or this
-        replica's `own`, are not finite."""
+        """What averaged differences make of outer and own parameters; nothing where they are not
+        finite. Where this replica's `own` are not, it goes on from the outer parameters."""
         local, ops = self.local, self.ops
         tensors: dict[str, dict[str, Any]] = v["tensors"]
         averages, memory = averaged
@@ -849,7 +849,7 @@ class _Fragment:
         ok = ops.all_finite(*results)
         if self.finite is not None:
             self.finite.append(ok)
-        ok = ok if own is None else ok & own
+        mine = ok if own is None else ok & own
         for name, outer in outers.items():
             kept, x, new = tensors[name], v["params"][name], moved[name]
             merged = self._merged(x, new, outer, kept.get(DIFFERENCE))
@@ -863,15 +863,15 @@ class _Fragment:
                 merged is not None and local.weighted
             ):  # the others have not heard of what is not finite on an absent replica
                 back = ops.where(
-                    ok & ops.all_finite(merged), ops.cast(merged, ops.dtype_of(x)), back
+                    mine & ops.all_finite(merged), ops.cast(merged, ops.dtype_of(x)), back
                 )
             elif merged is not None:
-                back = ops.where(ok, ops.cast(merged, ops.dtype_of(x)), back)
+                back = ops.where(mine, ops.cast(merged, ops.dtype_of(x)), back)
             params[name] = back
         shared = {f"{self.number}/{key}": x for key, x in memory.shared.items()}
         if counts := {key: x for key, x in v["shared"].items() if key in COUNTS}:
             shared[ARRIVED] = counts[ARRIVED] + 1
-            shared[REFUSED] = ops.where(ok, counts[REFUSED], counts[REFUSED] + 1)
+            shared[REFUSED] = ops.where(mine, counts[REFUSED], counts[REFUSED] + 1)
         return v | {"params": params, "tensors": after, "shared": shared}
 
     def _merged(self, x: Any, new: Any, outer: Any, difference: Any) -> Any:

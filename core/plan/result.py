@@ -182,7 +182,7 @@ class Plan:
         bandwidth: Positive,
         *,
         nodes: AtLeast1 | None = None,
-        within: tuple[float, float] | None = None,
+        within: tuple[Seconds, Positive] | None = None,
         library: Library = "nccl",
     ) -> float:
         """Communication time of a step by the α-β model, one message after the other

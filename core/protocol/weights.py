@@ -54,6 +54,11 @@ class Weights(NamedTuple, Generic[A]):
         """What all replicas have sent, (W, …), with zeros for those that are absent."""
         return ops.where(self._beside(every) > 0, every, 0.0)
 
+    def present_codes(self, ops: Ops[A], every: A) -> A:
+        """The same of integers, such as positions, which may be anything where a replica is
+        absent."""
+        return ops.multiply(every, ops.cast(self._beside(every) > 0, ops.dtype_of(every)))
+
     def times_each(self, ops: Ops[A], every: A) -> A:
         """What all replicas have sent (W, …), times their weights: zeros of those that are absent,
         whatever they have sent."""

@@ -229,7 +229,8 @@ async def clip_by_norm(
     # Not `norm > max_norm`: a NaN has to come out as NaN everywhere.
     factor = ops.where(norm <= max_norm, ops.zeros((), ops.dtype_of(norm)) + 1.0, max_norm / norm)
     clipped = {
-        name: ops.cast(piece * factor, ops.dtype_of(piece)) for name, piece in pieces.items()
+        name: ops.cast(ops.cast(piece, dtype) * factor, ops.dtype_of(piece))
+        for name, piece in pieces.items()
     }
     return clipped, norm_squared
 

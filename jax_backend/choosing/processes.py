@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from gradwire.jax_backend.axes.outside_meshes import outside_meshes
 from gradwire.jax_backend.engine.barrier import meet
 from gradwire.jax_backend.state.same_state import DIGEST, same_everywhere
 from gradwire.jax_backend.state.types import spec
@@ -25,6 +26,7 @@ class Messages:
         self._largest = jax.jit(lambda x: x.max(axis=0), out_shardings=NamedSharding(mesh, spec()))
         self._own = sum(device.process_index == jax.process_index() for device in devices)
 
+    @outside_meshes
     def send(self, numbers: Sequence[float]) -> Callable[[], Sequence[float]]:
         """Send this process's own; what is returned gives the largest of all."""
         if self.alone:
@@ -46,6 +48,7 @@ def same_process(devices: Sequence[jax.Device]) -> int:
     )
 
 
+@outside_meshes
 def said_by_the_first(what: str, make: Callable[[], str]) -> str:
     """A text that the first process makes, on all of them. Raises ValueError on all if it cannot be
     made there, and RuntimeError where processes are missing, see `meet`."""
@@ -67,6 +70,7 @@ def said_by_the_first(what: str, make: Callable[[], str]) -> str:
     return text[1:]
 
 
+@outside_meshes
 def same_on_all(text: str) -> bool:
     """Whether all processes give the same text. Raises RuntimeError where processes are missing,
     see `meet`."""

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gradwire.jax_backend.axes.outside_meshes import outside_meshes
+
 logger = logging.getLogger("gradwire")
 
 
@@ -37,6 +39,7 @@ class StepEnds:
         self._queue: SimpleQueue[_End | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    @outside_meshes
     def after(self, array: jax.Array) -> Callable[[], float]:
         """What gives the moment at which this array, a result of a step, was there. The array may
         be donated."""

@@ -47,7 +47,7 @@ def sent(owned: Owned, acts: Any, axis_name: AxisName) -> dict[str, dict[str, ja
     def of(owner: str, finite: bool) -> dict[str, jax.Array]:
         arrays = owned[owner]
         ok = all_finite(arrays.values()) if finite else jnp.asarray(True)
-        dtype = next(iter(arrays.values())).dtype
+        dtype = max((x.dtype for x in arrays.values()), key=lambda x: x.itemsize)
         seen = (
             {key: jnp.where(ok, x, jnp.zeros((), x.dtype)) for key, x in arrays.items()}
             if finite
@@ -69,7 +69,10 @@ def averaged(averages: Owned, owned: Owned) -> dict[str, dict[str, jax.Array]]:
     found = {}
     for owner, own in owned.items():
         counted = 1 - averages[owner][LEFT_OUT]
-        means = {key: averages[owner][key] / counted.astype(x.dtype) for key, x in own.items()}
+        means = {
+            key: (averages[owner][key].astype(counted.dtype) / counted).astype(x.dtype)
+            for key, x in own.items()
+        }
         ok = all_finite(means.values())
         found[owner] = {key: jnp.where(ok, means[key], x) for key, x in own.items()}
     return found

@@ -98,6 +98,7 @@ def _require_sound(found: Survey, axis_name: AxisName | None) -> None:
     found.refuse_unmarked()
     found.refuse_pmap_form()
     found.warn_of_chains()
+    found.warn_of_mixtures()
 
 
 @checked

@@ -108,6 +108,7 @@ class Survey:
         marks: paths of all marks, also of those that hold nothing.
         records: of our transformations.
         chains: of optax that hold one of ours.
+        mixtures: the states of `optax.multi_transform`.
         layouts: of sharded optimizers' states, by the path of each.
     """
 
@@ -116,6 +117,7 @@ class Survey:
     marks: list[Keys] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     chains: list[tuple[Any, ...]] = field(default_factory=list)
+    mixtures: list[Any] = field(default_factory=list)
     layouts: dict[Keys, str] = field(default_factory=dict)
 
     def map(self, change: Callable[[Leaf], Any]) -> Any:
@@ -342,11 +344,10 @@ class Survey:
         values = {leaf.keys: leaf.value for leaf in self.leaves}
         found = []
         for keys, updates in values.items():
-            if UPDATES not in keys:
-                continue
-            at = keys.index(UPDATES)
-            before, after = keys[:at], keys[at + 1 :]
-            if (*before, AVERAGES, "step", *after) in values:
+            for at in (i for i, key in enumerate(keys) if key == UPDATES):
+                before, after = keys[:at], keys[at + 1 :]
+                if (*before, AVERAGES, "step", *after) not in values:
+                    continue
                 wrong = values.get((*before, WRONG_TURNS, *after), 0)
                 counts = (updates, values[*before, AVERAGES, "step", *after], wrong)
                 # Inside `optax.MultiSteps` there is an update for several averages.
@@ -401,6 +402,31 @@ class Survey:
                     stacklevel=4,
                 )
 
+    def warn_of_mixtures(self) -> None:
+        """Say that one part of `optax.multi_transform` averages the gradients of its parameters,
+        and another does not."""
+        inside = sum(map(_averaging, self.mixtures))
+        if inside < _averaging(self.state):
+            return  # others average around it
+        for mixture in self.mixtures:
+            parts: dict[str, Any] = {
+                str(label): getattr(part, "inner_state", part)
+                for label, part in mixture.inner_states.items()
+            }
+            averaged = [label for label, part in parts.items() if _averaging(part)]
+            rest = [
+                label
+                for label, part in parts.items()
+                if label not in averaged and type(part).__name__ != "EmptyState"  # set_to_zero
+            ]
+            if averaged and rest:
+                warnings.warn(
+                    f"optax.multi_transform averages gradients of {averaged[0]!r} and not of"
+                    f" {rest[0]!r}, whose replicas drift apart. Average all before it:"
+                    " optax.chain(average_gradients(…), optax.multi_transform(…)); or in each part",
+                    stacklevel=4,
+                )
+
 
 def survey(state: Any) -> Survey:
     """Walk through any tree with states of this library in it, of arrays or shapes."""
@@ -408,6 +434,8 @@ def survey(state: Any) -> Survey:
 
     def walk(tree: Any, path: tuple[Any, ...]) -> None:
         def stops(x: Any) -> bool:
+            if type(x).__name__ in ("PartitionState", "MultiTransformState"):
+                found.mixtures.append(x)
             if type(x) is tuple and any(map(_is_ours, x)):
                 found.chains.append(x)
             return x is not tree and (
@@ -442,6 +470,12 @@ def _is_ours(x: Any) -> bool:
         getattr(x, "inner_state", None), DataParallelState
     )
     return masks or isinstance(x, DataParallelState)
+
+
+def _averaging(state: Any) -> int:
+    """How many in this state average gradients."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, DataParallelState))
+    return sum(isinstance(x, DataParallelState) for x in leaves)
 
 
 def _moments(part: Any) -> str | None:

@@ -103,8 +103,13 @@ def require_elementwise(
 
 
 def quietly(run: Callable[[], None]) -> None:
-    """Run what has NaN among its numbers on purpose."""
-    with jax.debug_nans(False), jax.debug_infs(False), np.errstate(all="ignore"):
+    """Run what has NaN among its numbers on purpose, and numbers of the host."""
+    with (
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.transfer_guard("allow"),
+        np.errstate(all="ignore"),
+    ):
         run()
 
 

@@ -29,6 +29,7 @@ from gradwire.core.codecs.options import WireName
 from gradwire.core.ops import Ops, Spec, wide_dtype
 from gradwire.core.text.name_patterns import chosen
 from gradwire.core.text.options import OWN_CHECK, AtLeast1, Positive, Replicas, checked
+from gradwire.core.text.wording import some
 from gradwire.core.zero.sharded_step import Zero, clip_by_norm
 from gradwire.core.zero.sharding import ElementShards
 from gradwire.core.zero.stacks import StackShards
@@ -194,7 +195,8 @@ def zero1(
             all-gather per dtype, besides those of each array of 1 MiB and more whose first axis W
             divides, which is not copied to be sent.
         skip_non_finite: when any replica's gradients hold an inf or NaN, the update is zero and the
-            state stays as it is, on all replicas. Costs the sum of one scalar.
+            state stays as it is, on all replicas; so if their norm overflows. Costs the sum of one
+            scalar.
             (`optax.apply_if_finite` looks at one replica's part, so it cannot stand inside.)
         elementwise: `inner` treats every element by itself. False: `init` finds out, by some
             updates of random numbers on whole parameters and on pieces (no more than two million
@@ -403,6 +405,13 @@ class _Sharded:
         **extra: Any,
     ) -> tuple[optax.Updates, ZeroState]:
         require_axis(self.axis_name, "zero1")
+        told = [f"{key}=" for key in ("weight", "settings") if key in extra]
+        if told and self.algorithm is not None:
+            raise ValueError(
+                f"zero1 averages gradients of replicas that all count alike, without {told[0]}; put"
+                " the averages before it: optax.chain(average_gradients(…), zero1(inner,"
+                " averaged=True, …))"
+            )
         gradients = flatten(updates)
         check_leaves(gradients, self.axis_name)
         (_check_averaged if self.algorithm is None else _check_local)(gradients, self.axis_name)
@@ -436,6 +445,13 @@ class _Sharded:
                 strict=self.whole,
             )
             new, new_state = self.inner.update(tree, before, own_params, **extra)
+            if len(jax.tree.leaves(new_state)) != len(keys):
+                given = set(gradients.leaves)
+                gone = [] if named is None else [n for n in named.leaves if n not in given]
+                raise ValueError(
+                    "zero1: the state of inner has other arrays after this update than before it."
+                    f" Parameters without a gradient: {some(gone)}, for which zeros would do"
+                )
             leaves = {name: jnp.asarray(x) for name, x in flatten(new).leaves.items()}
             new_vectors: dict[str, jax.Array] = {}
             if owners is not None:

@@ -744,3 +744,30 @@ def test_node_is_replaced_by_those_who_know():
     )
     assert LocalSGD(8).on_nodes_of(2) == LocalSGD(8)
     assert LocalSGD(4, subgroup=1).subgroups(4) is None
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_what_is_rounded_beside_a_replica_of_little_weight_does_not_come_back(dtype):
+    """In the step after it, in which all count alike."""
+    off = {}
+    for few in (1.0, 1 / 16, 1e-5):
+        rng, sim = np.random.default_rng(0), Simulator(Quantize(dtype), {"w": (4096,)}, 4)
+        for weights in ([few, 1, 1, 1], [1, 1, 1, 1]):
+            given = [{"w": rng.standard_normal(4096)} for _ in range(4)]
+            found = sim.step(given, weights=weights)["w"]
+        off[few] = np.sqrt(np.square(found - sum(g["w"] for g in given) / 4).mean())
+    assert max(off.values()) < 2 * off[1.0]
+
+
+@pytest.mark.parametrize("inner", [TopK(4, per=37), TopK(8, per=64, bits=2)])
+def test_a_node_that_is_absent_sends_nothing_whatever_its_replicas_have(inner):
+    """Their positions come from gradients of several replicas."""
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        given = [{"b": rng.standard_normal(370)} for _ in range(6)]
+        weights, found = [0, 0, 0, 1, 1, 1], []
+        for gradients in (given, [{"b": np.zeros(370)}] * 3 + given[3:]):
+            sim = Simulator(TwoLevel(inner, 3), {"b": (370,)}, 6)
+            found.append(sim.step(gradients, weights=weights)["b"])
+        np.testing.assert_array_equal(*found)
+        assert np.abs(found[0]).max() > 0

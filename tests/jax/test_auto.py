@@ -36,6 +36,7 @@ from gradwire.jax_backend import (
 )
 from gradwire.jax_backend.choosing import auto_step
 from gradwire.jax_backend.choosing.owed import continued, with_owed
+from gradwire.jax_backend.choosing.processes import Messages
 from gradwire.jax_backend.choosing.step_ends import StepEnds
 from tests import launch
 from tests.bounds import relative
@@ -585,3 +586,14 @@ def test_what_cannot_be_is_refused_by_name_and_a_probe_orders_methods(tmp_path, 
     strange = auto(build=lambda average: (build(average)[0], jax.jit(lambda state, x, y: 1)))
     with refused("a tuple with the state first"):
         strange.step(strange.init(), *data)
+
+
+def test_times_are_told_with_a_mesh_in_context():
+    """On devices of which some are in it, and none alone is."""
+    mesh = jax.make_mesh((2,), (AXIS,))
+    result = jax.device_put(jnp.int32(3), NamedSharding(mesh, P()))
+    messages = Messages(jax.devices()[:2])
+    messages.alone = False  # as with several processes
+    with jax.set_mesh(mesh):
+        assert StepEnds().after(result)() > 0
+        assert messages.send([1.0, 2.0])() == [1.0, 2.0]

@@ -7,11 +7,12 @@ import numpy as np
 import optax
 import pytest
 
-from gradwire import AllReduce, PowerSGD, TwoLevel, WireDtype
+from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, WireDtype
 from gradwire.core.algorithm import nested
 from gradwire.jax_backend import (
     average_gradients,
     diloco,
+    local_sgd,
     power_sgd,
     replicate,
     stats,
@@ -176,3 +177,23 @@ def test_an_error_that_overflows_does_not_stay(algorithm):
         np.isfinite(run.update(gradients({"w": (512, 256)}, step))["w"]).all() for step in range(3)
     ]
     assert finite == [False, True, True]
+
+
+def test_averages_without_a_broken_replica_are_right_in_each_dtype():
+    """Of Adam's moments, one in bfloat16 and one in float32: 1, where two of three have 1."""
+    inner = optax.adam(0.0, mu_dtype=jnp.bfloat16)
+    tx = local_sgd(inner, LocalSGD(1), axis_name=AXIS, moments="average")
+
+    def step(params, broken):
+        state = tx.init(params)
+        ones = jax.tree.map(
+            lambda x: jnp.where(broken, jnp.nan, x + 1).astype(x.dtype), state.inner[0]
+        )
+        ones = ones._replace(count=state.inner[0].count)
+        _, after = tx.average_params(params, state._replace(inner=(ones, *state.inner[1:])))
+        return after.inner[0].nu["w"], after.inner[0].mu["w"]
+
+    found = jax.vmap(step, axis_name=AXIS)({"w": jnp.zeros((3, 4))}, jnp.arange(3) == 2)
+    assert [x.dtype for x in found] == [jnp.float32, jnp.bfloat16]
+    for x in found:
+        np.testing.assert_allclose(np.float32(x), 1.0, rtol=1e-6)

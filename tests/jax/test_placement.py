@@ -1,6 +1,8 @@
 """States as other tools make and keep them: saved before they come to their replicas, in the memory
 of the host, and laid out by the names of axes."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from flax import linen
 from jax.sharding import NamedSharding
 
 import gradwire.jax_backend as gw
+from gradwire import LocalSGD, PowerSGD
 from tests.jax.replicas import AXIS, mesh_of, power, through_orbax
 
 PARAMS = {"w": jnp.ones((64, 32))}
@@ -196,3 +199,37 @@ def test_a_state_is_laid_out_by_the_names_of_axes(tx):
         assert jax.tree.leaves(shapes[1][0].local.per_replica)[0].sharding.spec == jax.P(
             AXIS, None, "fsdp", None
         )
+
+
+def test_a_mixture_whose_parts_do_not_all_average_is_spoken_of():
+    """But what is frozen, and what is averaged before."""
+    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(4)}
+    average = gw.average_gradients(PowerSGD(2), axis_name=AXIS)
+
+    def mixture(rest, before=()):
+        parts = {"w": optax.chain(average, optax.sgd(0.1)), "b": rest}
+        return optax.chain(*before, optax.multi_transform(parts, {"w": "w", "b": "b"}))
+
+    quiet = [
+        mixture(optax.set_to_zero()),
+        mixture(optax.chain(gw.all_reduce_mean(axis_name=AXIS), optax.sgd(0.1))),
+        mixture(optax.sgd(0.1), [gw.all_reduce_mean(axis_name=AXIS)]),
+    ]
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        for tx in quiet:
+            gw.partition_specs(tx.init(params), AXIS)
+    for rest in (optax.sgd(0.1), optax.adam(0.1)):
+        with pytest.warns(UserWarning, match="averages gradients of 'w' and not of 'b'"):
+            gw.partition_specs(mixture(rest).init(params), AXIS)
+
+
+def test_missed_averages_are_found_under_any_key():
+    params = {"w": jnp.ones((4, 4))}
+    tx = gw.local_sgd(optax.sgd(0.1), LocalSGD(2), axis_name=AXIS)
+    state = gw.stack_replicas((params, tx.init(params)))
+    own, local = state.per_replica
+    missed = gw.PerReplica((own, local._replace(updates=local.updates + 3)))
+    for given in (missed, {"updates": missed}):
+        with pytest.raises(ValueError, match="was called 3 times and average_params 0"):
+            gw.distribute(given, mesh_of(2), AXIS)
+    assert next(tx.turns({"updates": state})) == tx.turn(0)

@@ -210,3 +210,39 @@ def test_elementwise_lets_it_pass():
     after = jax.eval_shape(step, PARAMS, state)[1]
     assert jax.tree.map(lambda x: x.shape, after) == jax.tree.map(lambda x: x.shape, state)
     assert sharded(NEEDY, elementwise=True).init(PARAMS).pieces.per_replica == {}
+
+
+def test_weights_are_refused_where_nobody_weighs():
+    """Not ignored."""
+    params, given = {"w": jnp.zeros(4)}, {"w": jnp.ones((2, 4))}
+    for told in ({"weight": 1.0}, {"settings": {"rank": 2}}):
+        tx = gw.zero1(optax.sgd(1.0), axis_name=AXIS, replicas=2)
+        step = lambda g, tx=tx, told=told: tx.update(g, tx.init(params), params, **told)  # noqa: E731
+        with refused(f"{next(iter(told))}=", "averaged=True"):
+            jax.vmap(step, axis_name=AXIS)(given)
+
+
+def test_a_gradient_of_none_is_named():
+    params = {"w": jnp.zeros(4), "b": jnp.zeros(4)}
+    tx = gw.zero1(optax.sgd(1.0, 0.9), axis_name=AXIS, replicas=2)
+    step = lambda g: tx.update({"w": g, "b": None}, tx.init(params), params)  # noqa: E731
+    with refused("without a gradient: 'b'"):
+        jax.eval_shape(jax.vmap(step, axis_name=AXIS), jnp.ones((2, 4)))
+
+
+def test_a_trial_moves_numbers_whoever_forbids_it():
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
+    with jax.transfer_guard("disallow"):
+        jax.eval_shape(sharded(optax.adam(0.1)).init, shapes)
+
+
+def test_clipping_where_dtypes_are_not_promoted():
+    params = {"w": jnp.ones((4, 3), jnp.bfloat16), "b": jnp.ones(3)}
+    inner = optax.chain(gw.clip_by_global_norm(1.0, AXIS), optax.sgd(0.1))
+    with jax.numpy_dtype_promotion("strict"):
+        tx = gw.zero1(inner, axis_name=AXIS, replicas=2)
+        step = lambda g: tx.update(g, tx.init(params), params)[0]  # noqa: E731
+        given = jax.tree.map(lambda x: jnp.stack([x, x]), params)
+        updates = jax.vmap(step, axis_name=AXIS)(given)
+    norm = np.sqrt(sum(np.square(np.float64(x[0])).sum() for x in jax.tree.leaves(updates)))
+    assert norm == pytest.approx(0.1, rel=1e-2)

@@ -422,6 +422,20 @@ CHANGES = {
 }
 
 
+@cases.case
+def test_what_is_compressed_after_an_earlier_state_is_counted_from_there(world):
+    state = low_rank(world, 1, 2)
+    ddp = wrapped(world, state)
+    train(ddp, LOSS, 2, local=False)
+    early = copy.deepcopy(state.state_dict())
+    train(ddp, LOSS, 3, local=False)
+    rate, before, after = state.compression_stats()
+    state.load_state_dict(early)
+    assert state.compression_stats()[1:] == (0, 0)
+    train(ddp, LOSS, 6, local=False)
+    assert state.compression_stats() == (rate, 2 * before, 2 * after)
+
+
 @cases.each(CHANGES)
 def test_options_that_are_assigned_in_the_middle_are_heeded(world: World, change: Any) -> None:
     start, option, value, (rank, remembered, steps) = change

@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire import LocalSGD, NobodyCounts, PowerSGD, Quantize, Sign, TopK, WireDtype, diloco
+from gradwire import (
+    LocalSGD,
+    NobodyCounts,
+    OuterSGD,
+    PowerSGD,
+    Quantize,
+    Sign,
+    TopK,
+    WireDtype,
+    diloco,
+)
 from gradwire.torch_backend import local_sgd
 from tests.torch.compare import relative, same_bits, weights
 from tests.torch.models import loss_on, mlp
@@ -265,3 +275,82 @@ def test_averages_that_are_not_finite_are_said_once(world: World) -> None:
     assert len([line for line in said if "3 averages in a row were not finite" in line]) == (
         1 if world.rank == 0 else 0
     )
+
+
+def still(run: LocalRun, first: int, last: int) -> None:
+    """Steps without gradients, in which replicas of an eager schedule come together."""
+    for _ in range(first, last):
+        run.optimizer.zero_grad()
+        for p in run.model.parameters():
+            p.grad = torch.zeros_like(p)
+        run.optimizer.step()
+
+
+@cases.each(["one of them breaks", "another period"])
+def test_eager_replicas_come_together_again(world: World, after: str) -> None:
+    """Each takes back the share of its own difference that it has added, whatever becomes of the
+    average."""
+    local = partial(diloco, eager=True, outer=OuterSGD(1.0, momentum=0.0))
+    run = LocalRun(world, local(4))
+    run.steps(0, 10)
+    if after == "another period":
+        run.handle.reconfigure(local(3))
+    elif world.rank == 1:
+        with torch.no_grad():
+            next(run.model.parameters()).fill_(float("nan"))
+    run.steps(10, 12)
+    outer = dict(run.handle.outer_parameters())
+    assert relative(outer, world.everyones(outer)[1 - world.rank]) > 1e-3
+    still(run, 12, 60)
+    outer = dict(run.handle.outer_parameters())
+    assert relative(outer, world.everyones(outer)[1 - world.rank]) < 1e-6
+
+
+@cases.case
+def test_a_state_of_its_own_says_that_ranks_differ(world: World) -> None:
+    """After a schedule that would take them to be equal at this step."""
+    run = LocalRun(world, diloco(3))
+    run.steps(0, 8)
+    run.handle.reconfigure(diloco(4))
+    assert not run.handle.synchronized
+    run.handle.load_state_dict(run.handle.rank_state_dict())
+    assert not run.handle.synchronized
+
+
+@cases.case
+def test_a_step_that_raises_leaves_nothing_for_the_next(world: World) -> None:
+    """Under a GradScaler, whose gradients may be inf."""
+
+    class Fails(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise MemoryError
+            return super().step(closure)
+
+    model, scaler = mlp(4, 3), torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = Fails(model.parameters(), lr=0.1)
+    local_sgd(model, optimizer, diloco(50), process_group=world.group)
+
+    def step(scale: float, *, fails: bool, unscales: bool = False) -> None:
+        optimizer.zero_grad()
+        scaler.scale(LOSS(model, 0, 0) * scale).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        optimizer.fails = fails
+        scaler.step(optimizer)
+        scaler.update()
+
+    for unscales in (False, True):
+        for scale in (1.0, float("inf")):
+            try:
+                step(scale, fails=True, unscales=unscales)
+            except MemoryError:
+                scaler.update(8.0)
+            before = weights(model)
+            step(float("inf"), fails=False)
+            assert same_bits(weights(model), before)
+            step(1.0, fails=False)
+            assert not same_bits(weights(model), before)
+            assert all(p.isfinite().all() for p in model.parameters())

@@ -288,11 +288,8 @@ class PowerSGDState:
                     f"the state is of parameters {loaded['names']}; this one is of"
                     f" {self._running.names}"
                 )
-            counted = self._running.elements
             self._running.driver.load_state_dict(loaded["memory"])
-            loaded["elements"] = [
-                n - now for n, now in zip(loaded["elements"], counted, strict=True)
-            ]
+            self._running.count_anew()
         self._loaded = loaded
 
     def __getstate__(self) -> dict[str, Any]:
@@ -407,6 +404,11 @@ class _Running:
             return 0, 0
         dense, sent = self._before_start
         return self.driver.dense_elements - dense, self.driver.memory.sent.elements - sent
+
+    def count_anew(self) -> None:
+        """Count elements from now on: those before are known from a state."""
+        assert self.driver is not None
+        self._before_start = self.driver.dense_elements, self.driver.memory.sent.elements
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         read = Bucket.read(bucket)
@@ -538,7 +540,7 @@ class _Running:
     def _after_step(self) -> None:
         assert self.driver is not None
         if self.driver.memory.steps <= self._algorithm.start_step:
-            self._before_start = self.driver.dense_elements, self.driver.memory.sent.elements
+            self.count_anew()
         elif self.driver.memory.steps >= self._next_report:
             self._next_report = (
                 self.driver.memory.steps + self._state.compression_stats_logging_frequency

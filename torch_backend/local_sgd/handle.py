@@ -381,8 +381,13 @@ class LocalSGDHandle:
             raise
 
     def _forget(self, fragments: Collection[int]) -> None:
-        """That differences of these are on their way."""
+        """That differences of these are on their way. An eager replica has added its share of its
+        own already, and takes it back in the next round by what it remembers."""
         if self._memory.left is None:
+            return
+        if self.local.eager:
+            for fragment in fragments:
+                self._memory.left.pop(fragment, None)
             return
         self._memory.wait()
         parts = self.local.parts(specs_of(self._parameters))
@@ -759,7 +764,7 @@ class LocalSGDHandle:
         self._run_of_skips.restart()
         self._watch.restart()
         self._equal_at = self.steps if state.get("synchronized", "rank" not in state) else -1
-        self._scheduled_from = 0
+        self._scheduled_from = 0 if self._equal_at == self.steps else self.steps
         self._has_begun = self._has_loaded = True
 
     def _left_by(self, steps: int) -> dict[int, int]:

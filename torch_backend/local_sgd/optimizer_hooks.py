@@ -33,14 +33,15 @@ def is_followed(optimizer: torch.optim.Optimizer) -> bool:
 @contextmanager
 def scaled_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Gradients are, within, what a step is to be made of: unscaled; or gone, if a scaler found
-    inf, since a step without any gradient does nothing. Without a scaler they are as they were."""
+    inf, since a step without any gradient does nothing. Without a scaler they are as they were.
+    After a step that raised nothing is put back: new gradients may have come."""
     held: list[tuple[Tensor, Tensor]] = []
     flags: Any = optimizer
     found_inf: Tensor | None = getattr(flags, "found_inf", None)
     scale: Tensor | None = getattr(flags, "grad_scale", None)
     if found_inf is not None:
         # The optimizer must not see what it cannot serve; the scaler deletes both afterwards.
-        flags.found_inf = flags.grad_scale = None
+        del flags.found_inf, flags.grad_scale
         with_gradient = [
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
@@ -51,13 +52,11 @@ def scaled_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         elif scale is not None:  # None: the user has unscaled already
             for p in with_gradient:
                 p.grad.mul_(scale.double().reciprocal().to(p.grad.device, torch.float32))
-    try:
-        yield
-    finally:
-        for p, gradient in held:
-            p.grad = gradient
-        if found_inf is not None:
-            flags.found_inf, flags.grad_scale = found_inf, scale
+    yield
+    for p, gradient in held:
+        p.grad = gradient
+    if found_inf is not None:
+        flags.found_inf, flags.grad_scale = found_inf, scale
 
 
 def step_on_every_rank(
@@ -65,19 +64,26 @@ def step_on_every_rank(
 ) -> Callable[[], None]:
     """Call `before` and `after` each step of the optimizer. One that leaves skipping to the scaler
     is made to skip by itself. Returns what leaves the optimizer as it was."""
-    running = ExitStack()
+    running, within = ExitStack(), 0
     skips_by_itself = getattr(optimizer, SKIPS_BY_ITSELF, False)
 
     @uncompiled
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal within
         before()
-        running.close()  # of a step that raised
-        if not skips_by_itself:
+        if getattr(optimizer, "found_inf", None) is not None:  # what is open is of one that raised
+            running.pop_all()
+            within = 0
+        if not (within or skips_by_itself):
             running.enter_context(scaled_gradients(optimizer))
+        within += 1  # a class's own step may call that of its base, with the same hooks
 
     @uncompiled
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        running.close()
+        nonlocal within
+        within -= 1
+        if within <= 0:
+            running.close()
         after()
 
     marked = vars(optimizer).get(SKIPS_BY_ITSELF)

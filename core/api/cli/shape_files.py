@@ -69,7 +69,7 @@ def _spec(path: Path, name: str, given: Any) -> Spec:
             f'{path}: {name!r} is {given!r} and no shape; give [2048, 512], or {{"shape": …,'
             ' "dtype": …}'
         )
-    if dtype is not None and dtype not in ITEMSIZE:
+    if dtype is not None and not (isinstance(dtype, str) and dtype in ITEMSIZE):
         raise ValueError(f"{path}: {name!r} has dtype {dtype!r}; give one of {', '.join(ITEMSIZE)}")
     return Spec(tuple(shape), dtype or "float32")
 
