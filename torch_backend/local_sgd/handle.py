@@ -375,17 +375,17 @@ class LocalSGDHandle:
             return receive(what)
         except BaseException:
             lost = set(besides) if self._in_flight is None else self._in_flight.lost | set(besides)
-            self._forget(lost)
+            self._forget(lost, eager=self.local.eager)
             if self._in_flight is not None:
                 self._in_flight.lost = set()
             raise
 
-    def _forget(self, fragments: Collection[int]) -> None:
-        """That differences of these are on their way. An eager replica has added its share of its
+    def _forget(self, fragments: Collection[int], *, eager: bool) -> None:
+        """That differences of these are on their way. An `eager` replica has added its share of its
         own already, and takes it back in the next round by what it remembers."""
         if self._memory.left is None:
             return
-        if self.local.eager:
+        if eager:
             for fragment in fragments:
                 self._memory.left.pop(fragment, None)
             return
@@ -588,7 +588,10 @@ class LocalSGDHandle:
             and local.due(step, local.longest, f)
             and (local.eager or step + local.overlap >= self.steps)
         }
-        self._forget([f for f in range(local.fragments) if f not in kept])
+        self._forget(
+            [f for f in range(local.fragments) if f not in kept],
+            eager=before.eager and local.eager,
+        )
         self._memory.left = kept
 
     @outside_inference_mode
