@@ -417,7 +417,7 @@ class Survey:
             rest = [
                 label
                 for label, part in parts.items()
-                if label not in averaged and type(part).__name__ != "EmptyState"  # set_to_zero
+                if not _averaging(part) and type(part).__name__ != "EmptyState"  # set_to_zero
             ]
             if averaged and rest:
                 warnings.warn(
