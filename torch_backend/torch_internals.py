@@ -294,6 +294,20 @@ def hands_single_gradients(ddp: Any) -> bool:
 SKIPS_BY_ITSELF = "_step_supports_amp_scaling"
 
 
+#: What `Optimizer.__init__` puts around the step of a class, and what calls the hooks.
+_STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+
+
+def is_within_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the hook that asks is of a step within a step of the same optimizer: a class's own
+    step calls that of its base, and torch calls the hooks of both."""
+    running, frame = 0, inspect.currentframe()
+    while frame is not None:
+        running += frame.f_code is _STEP_WITH_HOOKS and frame.f_locals["args"][0] is optimizer
+        frame = frame.f_back
+    return running > 1
+
+
 def takes_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it was made by `Optimizer.__init__`; wrappers may not have been."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")

@@ -9,7 +9,6 @@ from typing import Any
 
 from gradwire.core.advise.timeline import Group
 from gradwire.core.algorithm import Algorithm
-from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
@@ -104,13 +103,3 @@ def cost_of(
 
 def _bytes_of(specs: Mapping[str, Spec]) -> int:
     return sum(spec.nbytes for spec in specs.values())
-
-
-def ddp_buckets(specs: Mapping[str, Spec]) -> list[list[str]]:
-    """The buckets in which DDP hands gradients over: in reverse order of the parameters, 1 MiB and
-    then 25 MiB each."""
-    names = list(specs)[::-1]
-    assigned = assign_buckets(
-        [specs[n].nbytes for n in names], bucket_limits(25, 1), keys=[specs[n].dtype for n in names]
-    )
-    return [[names[i] for i in bucket] for bucket in assigned]

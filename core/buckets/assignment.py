@@ -8,9 +8,10 @@ Parallel Training", §3.2).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Annotated
 
+from gradwire.core.ops import Spec
 from gradwire.core.text.options import AtLeast0, checked, more_than
 
 MIB = 1 << 20
@@ -80,3 +81,17 @@ def bucket_limits(bucket_cap_mb: Mebibytes, first_bucket_mb: Mebibytes) -> list[
     """`limits` in bytes for buckets of so many MiB, the first one of a dtype closed earlier. Raises
     ValueError for a size that is not positive."""
     return [int(min(first_bucket_mb, bucket_cap_mb) * MIB), int(bucket_cap_mb * MIB)]
+
+
+def ddp_buckets(
+    specs: Mapping[str, Spec], bucket_cap_mb: Mebibytes = 25, first_bucket_mb: Mebibytes = 1
+) -> list[list[str]]:
+    """The buckets in which DDP hands gradients over, if they arrive in reverse order of the
+    parameters: names, those of one dtype together. Raises ValueError as `bucket_limits`."""
+    names = list(specs)[::-1]
+    assigned = assign_buckets(
+        [specs[n].nbytes for n in names],
+        bucket_limits(bucket_cap_mb, first_bucket_mb),
+        keys=[specs[n].dtype for n in names],
+    )
+    return [[names[i] for i in bucket] for bucket in assigned]

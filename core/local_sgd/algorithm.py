@@ -28,6 +28,7 @@ from gradwire.core.algorithms.two_level import require_nodes
 from gradwire.core.algorithms.weighted import weighed
 from gradwire.core.algorithms.wrapper import require_inner
 from gradwire.core.kernels.abstract import AbstractOps
+from gradwire.core.local_sgd.alongside import Extras, mean_alongside
 from gradwire.core.local_sgd.outer import (
     OuterFactory,
     OuterOptimizer,
@@ -50,17 +51,15 @@ OUTER = "outer"
 DIFFERENCE = "difference"
 #: And what it counts for.
 WEIGHT = "weight"
+#: What an eager replica has added of its own to the last average that it took, and takes back from
+#: the next one.
+ADDED = "added"
 #: What all replicas together count for, beside what `message` returns for eager ones.
 TOTAL = "total"
 #: In the shared state, where a driver has put them there, int32 scalars: how many averages of a
 #: fragment among all replicas have arrived, and how many of them this replica has refused, since
 #: they, or what it has itself, were not finite.
 ARRIVED, REFUSED = COUNTS = "arrived", "refused"
-
-#: Averaged along with parameters, as it is: owner → name → array. What a parameter owns (its
-#: optimizer's moments) goes with its fragment, everything else (buffers, under any name) with the
-#: first.
-Extras = Mapping[str, Mapping[str, A]]
 
 
 @dataclass(frozen=True)
@@ -273,7 +272,7 @@ class LocalSGD(Schedule):
         eager ones."""
         own = frozenset() if self.compressor is None else self.compressor.per_replica
         if self.eager:
-            return own | {OUTER, DIFFERENCE, WEIGHT} | self.optimizer.memories
+            return own | {OUTER, DIFFERENCE, WEIGHT, ADDED} | self.optimizer.memories
         return own | {DIFFERENCE, WEIGHT} if self.overlap else own
 
     def gradients(self, replicas: int) -> LocalGradients:
@@ -327,6 +326,8 @@ class LocalSGD(Schedule):
                 state.tensors[name][DIFFERENCE] = ops.zeros(specs[name].shape, specs[name].dtype)
                 if self.weighted:
                     state.tensors[name][WEIGHT] = ops.zeros((), "float32")
+                if self.eager:
+                    state.tensors[name][ADDED] = ops.zeros(specs[name].shape, specs[name].dtype)
         for names in parts:
             for name, remembered in self.optimizer.init(
                 ops, {n: state.tensors[n][OUTER] for n in names}
@@ -665,22 +666,11 @@ class _Fragment:
         return ask_each
 
     async def _plain(self, v: dict[str, Any], groups: Groups | None) -> dict[str, Any]:
-        flat = {("params", n, ""): x for n, x in v["params"].items()}
-        flat |= {
-            ("extras", owner, key): x
-            for owner, owned in v["extras"].items()
-            for key, x in owned.items()
-        }
-        sent: Program[dict[Any, Any]] = mean_each(flat, watched=False, groups=groups)
-        averages = await (
+        sent: Program[Any] = mean_alongside(self.ops, v["params"], v["extras"], groups)
+        params, extras = await (
             Weighing(self.ops, self.weight, keeps=True).run(sent) if self.local.weighted else sent
         )
-        return v | {
-            "params": {n: averages["params", n, ""] for n in v["params"]},
-            "extras": {
-                o: {k: averages["extras", o, k] for k in owned} for o, owned in v["extras"].items()
-            },
-        }
+        return v | {"params": params, "extras": extras}
 
     async def _extras(self, v: dict[str, Any]) -> Any:
         return (await self._plain({"params": {}, "extras": v["extras"]}, None))["extras"]
@@ -764,12 +754,13 @@ class _Fragment:
         (averages, kept, counted), extras = cast(
             Any, await together([branch(first, nothing, received, given), self._extras(v)])
         )
-        corrected = {}
-        for n, x in averages.items():
-            since = ops.add(now[n], times(ops, before[n][DIFFERENCE], -1.0))
-            corrected[n] = ops.add(x, self._own_share(since, *counted))
+        added = {n: self._own_share(x, *counted) for n, x in now.items()}
+        corrected = {
+            n: ops.add(x, ops.add(added[n], times(ops, v["tensors"][n][ADDED], -1.0)))
+            for n, x in averages.items()
+        }
         shared = {key.removeprefix(f"{self.number}/"): x for key, x in kept["shared"].items()}
-        applied = self._applied(v, (corrected, State(shared, kept["tensors"])), own)
+        applied = self._applied(v, (corrected, State(shared, kept["tensors"])), own, added)
         after = {
             n: m | (self._sent(now[n]) if n in now else {}) for n, m in applied["tensors"].items()
         }
@@ -818,10 +809,15 @@ class _Fragment:
         )
 
     def _applied(
-        self, v: dict[str, Any], averaged: Stepped[Any], own: Any = None
+        self,
+        v: dict[str, Any],
+        averaged: Stepped[Any],
+        own: Any = None,
+        added: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """What averaged differences make of outer and own parameters; nothing where they are not
-        finite. Where this replica's `own` are not, it goes on from the outer parameters."""
+        finite. Where this replica's `own` are not, it goes on from the outer parameters. `added`:
+        what averages hold of an eager one's own."""
         local, ops = self.local, self.ops
         tensors: dict[str, dict[str, Any]] = v["tensors"]
         averages, memory = averaged
@@ -856,6 +852,8 @@ class _Fragment:
             after[name] = (
                 kept | memory.tensors.get(name, {}) | {OUTER: ops.where(ok, new, outer, out=outer)}
             )
+            if added is not None:
+                after[name][ADDED] = ops.where(ok, added[name], kept[ADDED], out=kept[ADDED])
             for key, old in remembered[name].items():
                 after[name][key] = ops.where(ok, remembers[name][key], old, out=old)
             back = ops.cast(after[name][OUTER], ops.dtype_of(x))
@@ -934,7 +932,7 @@ def _compressors(memory: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_own(key: str) -> bool:
-    return key in (OUTER, DIFFERENCE, WEIGHT) or is_optimizers(key)
+    return key in (OUTER, DIFFERENCE, WEIGHT, ADDED) or is_optimizers(key)
 
 
 def _zeros_like(ops: Ops[A], x: A) -> A:

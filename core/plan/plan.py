@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from gradwire.core.algorithm import Algorithm, check_specs, innermost, require_algorithm
 from gradwire.core.algorithms.two_level import levels_of
-from gradwire.core.buckets.assignment import Mebibytes, assign_buckets, bucket_limits
+from gradwire.core.buckets.assignment import Mebibytes, ddp_buckets
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import FloatDtype, Spec
 from gradwire.core.plan.advice import warn
@@ -79,8 +79,8 @@ def plan(
 
     Raises:
         TypeError: `algorithm` is none, or `shapes` nothing that has names and shapes.
-        ValueError: for an unknown itemsize or dtype, a size of buckets that is not positive or
-            given twice, or whatever the algorithm's `init` refuses.
+        ValueError: for an unknown itemsize or dtype, a size of buckets that is not positive, given
+            twice, or for `LocalSGD`, or whatever the algorithm's `init` refuses.
     """
     if not isinstance(algorithm, LocalSGD):
         require_algorithm(algorithm)
@@ -91,6 +91,11 @@ def plan(
     specs = specs_of(shapes, dtype or by_size[itemsize])
     check_specs(specs)
     warn(algorithm, specs)
+    if isinstance(algorithm, LocalSGD) and bucket_cap_mb is not None:
+        raise ValueError(
+            f"bucket_cap_mb={bucket_cap_mb}, but {algorithm!r} averages parameters, which come in"
+            " no buckets; leave it out"
+        )
     if isinstance(algorithm, LocalSGD):  # which cannot use what a framework knows of a shape
         plain = {name: Spec(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
         return _local_plan(algorithm, plain, world_size)
@@ -119,6 +124,7 @@ def plan(
             outgrown_at(algorithm, specs),
             _levels(algorithm, dry.traffic, world_size),
             state_bytes(dry.memory),
+            world_size,
         )
 
 
@@ -133,12 +139,7 @@ def _buckets(
             raise ValueError(
                 f"bucket_cap_mb={cap_mb}, but {algorithm!r} makes its own buckets; give one of them"
             )
-        names = list(specs)[::-1]
-        limits = bucket_limits(cap_mb, first_mb)
-        buckets = [
-            [names[i] for i in bucket]
-            for bucket in assign_buckets([specs[n].nbytes for n in names], limits)
-        ]
+        buckets = ddp_buckets(specs, cap_mb, first_mb)
     return tuple(BucketPlan(tuple(names), sum(specs[n].nbytes for n in names)) for names in buckets)
 
 
@@ -193,6 +194,7 @@ def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | No
         outgrown_at=limit,
         levels=levels,
         memory_bytes=memory_bytes(local, specs, world_size),
+        world_size=world_size,
     )
 
 

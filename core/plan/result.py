@@ -59,6 +59,10 @@ class LevelPlan:
     node_bytes: float
 
 
+#: How messages go whose sizes depend on the number of replicas.
+OF_ALL = ("all_gather", "all_to_all")
+
+
 @dataclass(frozen=True)
 class Plan:
     """What an algorithm sends per step, on average over its cycle, after its warm-up steps.
@@ -87,6 +91,7 @@ class Plan:
         levels: of an algorithm with two, that within nodes and that between them; else ().
         memory_bytes: what the algorithm remembers of tensors on each replica: errors, factors; of
             local SGD its outer parameters and velocity too.
+        world_size: for how many replicas it is made; None: nobody has said.
         notes: what to know besides numbers.
     """
 
@@ -98,6 +103,7 @@ class Plan:
     outgrown_at: int | None = None
     levels: tuple[LevelPlan, ...] = ()
     memory_bytes: int = 0
+    world_size: int | None = None
 
     @property
     def kinds(self) -> tuple[tuple[Traffic, int], ...]:
@@ -204,8 +210,8 @@ class Plan:
 
         Raises:
             ValueError: nobody, or a link that carries nothing; nodes of different sizes; `within`
-                for an algorithm that has one level, or one node; or of an algorithm with two
-                another `world_size` than the plan is made for.
+                for an algorithm that has one level, or one node; or of an algorithm that has two,
+                or gathers, another `world_size` than the plan is made for.
         """
         links = self._links(world_size, nodes, library)
         seconds = average((links.seconds(t, latency, bandwidth), n) for t, n in self.kinds)
@@ -250,6 +256,13 @@ class Plan:
             raise ValueError(
                 f"world_size={world_size}, but the plan is made for {self.levels[0].groups} nodes"
                 f" of {self.levels[0].replicas} replicas, {made} in all"
+            )
+        gathers = any(p.pattern in OF_ALL for traffic, _ in self.kinds for p in traffic.parts)
+        if gathers and self.world_size not in (None, world_size):
+            raise ValueError(
+                f"world_size={world_size}, but the plan is made for {self.world_size} replicas, and"
+                f" what {self.algorithm!r} gathers grows with their number; make one for"
+                f" {world_size}: plan(…, world_size={world_size})"
             )
         return links_of(self.algorithm, world_size, nodes, library)
 

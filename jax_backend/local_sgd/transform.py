@@ -595,12 +595,7 @@ class _Halves:
             )
             return after, averages.shared, whole_memory(averages.tensors, arrays), averaged
 
-        given = (
-            arrays,
-            before.shared,
-            before.tensors,
-            non_finite.sent(extras, happens, self.axis_name),
-        )
+        given = (arrays, before.shared, before.tensors, extras)
         after, shared, tensors, averages = left_to_the_compiler(
             exchange, *given, step, weight, values, like=given
         )
@@ -614,21 +609,18 @@ class _Halves:
                 self.axis_name,
             )
 
-        def settled() -> Any:
-            """What was averaged along, and the state of a replica that has come back."""
-            averaged = non_finite.averaged(averages, extras)
-            mine = moments.replaced(averaged) if self.moments == "average" else inner
-            if local.has_outer:
-                fresh = self.inner.init(named.rebuild(after))
-                mine = Moments(mine, arrays).mended(fresh, non_finite.all_finite(after.values()))
-            return averaged, mine
+        if self.moments == "average":
+            inner = moments.replaced(averages)
 
-        if extras or local.has_outer:
-            extras, inner = non_finite.chosen(
-                happens, settled, lambda: (extras, inner), self.axis_name
-            )
+        def mended() -> Any:
+            """The state of a replica that has come back."""
+            fresh = self.inner.init(named.rebuild(after))
+            return Moments(inner, arrays).mended(fresh, non_finite.all_finite(after.values()))
+
+        if local.has_outer:
+            inner = non_finite.chosen(happens, mended, lambda: inner, self.axis_name)
         for extra in others:
-            extra.arrays = {key: extras[key] for key in extra.arrays}
+            extra.arrays = {key: averages[key] for key in extra.arrays}
         return after, State(shared, tensors), inner
 
     def _said(

@@ -264,11 +264,32 @@ def test_a_codec_alone_and_a_method_of_ones_own(folder, capsys):
     sys.modules.pop("some_methods")
 
 
-def test_a_script_that_reads_its_arguments_is_not_given_those_of_the_command(folder, capsys):
-    reads = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--steps')\nparser.parse_args()\n"
-    (folder / "some_models.py").write_text(reads + textwrap.dedent(MODELS))
-    said = json.loads(run(capsys, "plan", "some_models:trained", "-a", "AllReduce()", "--json"))
-    assert said["plans"][0]["dense_bytes"] == 2 * 64 * 64
+def test_a_script_that_reads_its_arguments_is_not_given_those_of_the_command(
+    folder, capsys, monkeypatch
+):
+    """Nor is a function of it, which finds the modules beside it too."""
+    reads = """
+        import argparse
+        def parsed():
+            parser = argparse.ArgumentParser()
+            parser.add_argument("--steps")
+            return parser.parse_args()
+        parsed()
+        """
+    built = """
+        def built():
+            parsed()
+            import beside_them
+            return beside_them.models.trained()
+        """
+    (folder / "some_models.py").write_text("".join(map(textwrap.dedent, (reads, MODELS, built))))
+    (folder / "beside_them.py").write_text("import some_models as models")
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    for name in ("trained", "built"):
+        said = run(capsys, "plan", f"some_models:{name}", "-a", "AllReduce()", "--json")
+        assert json.loads(said)["plans"][0]["dense_bytes"] == 2 * 64 * 64
+    assert "" not in sys.path
+    del sys.modules["beside_them"]
 
 
 def test_the_version_is_told(capsys):

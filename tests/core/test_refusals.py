@@ -424,6 +424,14 @@ PLANS = [
     (ValueError, "dtype='int8'", lambda: plan(SHAPES, PowerSGD(1), dtype="int8")),
     (ValueError, "bucket_cap_mb=1", lambda: plan(SHAPES, AllReduce(8), bucket_cap_mb=1)),
     (ValueError, "bucket_cap_mb=0", lambda: plan(SHAPES, AllReduce(), bucket_cap_mb=0)),
+    (ValueError, "bucket_cap_mb=2", lambda: plan(SHAPES, LocalSGD(2), bucket_cap_mb=2)),
+    *each(
+        ValueError,
+        "world_size={}, but the plan is made for 2 replicas",
+        lambda x: plan(SHAPES, gw.TopK(0.1), world_size=2).seconds(x, 1e-5, 1e9),
+        1,
+        64,
+    ),
     (
         ValueError,
         "'steps'",

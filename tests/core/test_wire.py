@@ -318,6 +318,16 @@ def test_a_plan_prints_the_buckets_and_each_of_the_algorithms_is_a_message(argum
         assert plan(LAYERS, WireDtype(BUCKETS, "float16")).steps == (Traffic(6, 60_220),)
 
 
+def test_the_buckets_of_a_plan_hold_one_dtype_as_those_of_ddp_do():
+    specs = {
+        f"{i}.{n}": Spec((256, 256), d)
+        for i in (0, 1)
+        for n, d in (("n", "float32"), ("w", "bfloat16"))
+    }
+    p = plan(specs, AllReduce(), bucket_cap_mb=1, first_bucket_mb=1)
+    assert [b.names for b in p.buckets] == [("1.w", "0.w"), ("1.n", "0.n")]
+
+
 SHARDED = {"w": (6, 4), "b": (5,)}
 
 

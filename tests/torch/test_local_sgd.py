@@ -188,6 +188,26 @@ def test_statistics_are_averaged_or_kept(world: World, buffers: str) -> None:
     assert int(model[1].num_batches_tracked) == 2
 
 
+@cases.case
+def test_statistics_that_one_rank_has_broken_are_those_of_the_others(world: World) -> None:
+    """Of each buffer by itself; where all have broken it, nothing is known of it."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    training = Training(world, LocalSGD(2), model=model)
+    twin, _ = training.alone(2)
+    own = {key: world.everyones(getattr(twin[1], key)) for key in ("running_mean", "running_var")}
+    LOSS(training.ddp, world.rank, 0).backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    LOSS(training.ddp, world.rank, 1).backward()
+    if world.rank == 2:
+        model[1].running_mean[3] = float("nan")
+    model[1].running_var[0] = float("inf")
+    training.optimizer.step()
+    others = [x for rank, x in enumerate(own["running_mean"]) if rank != 2]
+    torch.testing.assert_close(model[1].running_mean, torch.stack(others).mean(0))
+    torch.testing.assert_close(model[1].running_var[1:], own["running_var"][world.rank][1:])
+
+
 ADAM = torch.optim.Adam
 
 
@@ -261,6 +281,50 @@ def test_weights_may_be_loaded_until_the_first_step(world: World) -> None:
     usual.run(4)
     late.run(4)
     assert same_bits(flat(usual.model), flat(late.model))
+
+
+@cases.case
+def test_weights_that_are_not_the_same_on_all_ranks_are_averaged_first(world: World) -> None:
+    training = Training(world, diloco(2))
+    theirs = mlp(6, 5, 3, seed=world.rank + 1)
+    training.model.load_state_dict(theirs.state_dict())
+    everyones = world.everyones(weights(theirs))
+    training.step(0)
+    for name, x in training.handle.outer_parameters().items():
+        expected = torch.stack([each[name] for each in everyones]).mean(0)
+        torch.testing.assert_close(x, expected)
+
+
+@cases.case
+def test_a_step_within_a_step_counts_once(world: World) -> None:
+    """torch calls the hooks of a class's own step and of that of its base, once there has been an
+    optimizer of each; also after a step that has raised."""
+
+    class Own(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise MemoryError
+            return super().step(closure)
+
+    model = mlp(6, 5, 3)
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Own(model.parameters(), lr=0.1)
+    handle = local_sgd(model, optimizer, LocalSGD(3), process_group=world.group)
+    for step in range(3):
+        optimizer.fails = step == 1
+        fit_one = partial(fit, model, optimizer, world.rank, [step], LOSS)
+        if optimizer.fails:
+            with pytest.raises(MemoryError):
+                fit_one()
+        else:
+            fit_one()
+    assert handle.steps == 2
+    assert not handle.synchronized
+    with pytest.raises(RuntimeError, match=r"each step of the Own .*; leave handle.step\(\) out"):
+        handle.step()
+    assert handle.steps == 2
 
 
 @cases.case

@@ -286,24 +286,50 @@ def still(run: LocalRun, first: int, last: int) -> None:
         run.optimizer.step()
 
 
-@cases.each(["one of them breaks", "another period"])
+@cases.each(["one of them breaks", "all overflow", "another period", "other weights"])
 def test_eager_replicas_come_together_again(world: World, after: str) -> None:
-    """Each takes back the share of its own difference that it has added, whatever becomes of the
-    average."""
-    local = partial(diloco, eager=True, outer=OuterSGD(1.0, momentum=0.0))
+    """Each takes back what it has added of its own difference, whatever becomes of the average, and
+    whatever replicas count for by then."""
+    weighted, overflow = after == "other weights", after == "all overflow"
+    outer = OuterSGD(4.0 if overflow else 1.0, momentum=0.0)
+    local = partial(diloco, eager=True, outer=outer, weighted=weighted)
     run = LocalRun(world, local(4))
     run.steps(0, 10)
-    if after == "another period":
+    if weighted:
+        run.handle.weight = 9.0 if world.rank else 1.0
+    elif after == "another period":
         run.handle.reconfigure(local(3))
-    elif world.rank == 1:
+    elif world.rank == 1 or overflow:
+        with torch.no_grad():
+            next(run.model.parameters()).fill_(-2e38 if overflow else float("nan"))
+    still(run, 10, 12) if overflow else run.steps(10, 12)
+
+    def apart() -> float:
+        outer = dict(run.handle.outer_parameters())
+        return relative(outer, world.everyones(outer)[1 - world.rank])
+
+    assert apart() > 1e-3
+    still(run, 12, 60)
+    assert apart() < 1e-6
+    assert bool(run.handle.stats().skipped_averages) is overflow
+
+
+@cases.each({"whole": False, "by weight": True})
+def test_a_broken_replica_is_synchronized_as_its_outer_parameters(
+    world: World, weighted: bool
+) -> None:
+    """Before it comes to the next average, which would send it back there."""
+    run = LocalRun(world, diloco(4, weighted=weighted))
+    run.steps(0, 6)
+    outer = {n: x.clone() for n, x in run.handle.outer_parameters().items()}
+    own = weights(run.model)
+    everyones = world.everyones(outer if world.rank == 1 else own)
+    if world.rank == 1:
         with torch.no_grad():
             next(run.model.parameters()).fill_(float("nan"))
-    run.steps(10, 12)
-    outer = dict(run.handle.outer_parameters())
-    assert relative(outer, world.everyones(outer)[1 - world.rank]) > 1e-3
-    still(run, 12, 60)
-    outer = dict(run.handle.outer_parameters())
-    assert relative(outer, world.everyones(outer)[1 - world.rank]) < 1e-6
+    run.handle.synchronize()
+    expected = {n: torch.stack([each[n] for each in everyones]).mean(0) for n in own}
+    assert relative(weights(run.model), expected) < 1e-6
 
 
 @cases.case

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.core.advise.cost import Cost, cost_of, ddp_buckets
+from gradwire.core.advise.cost import Cost, cost_of
 from gradwire.core.advise.timing import seconds_in_cycle
 from gradwire.core.algorithm import Algorithm
+from gradwire.core.buckets.assignment import ddp_buckets
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run

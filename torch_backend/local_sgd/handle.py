@@ -15,10 +15,10 @@ from gradwire.core.algorithm import State
 from gradwire.core.algorithms.shared.weighing import Weighing
 from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.local_sgd.algorithm import DIFFERENCE, LocalSGD
+from gradwire.core.local_sgd.alongside import mean_alongside
 from gradwire.core.local_sgd.schedule import Turn
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import size_of
-from gradwire.core.protocol import mean_each
 from gradwire.core.protocol.programs import Program
 from gradwire.core.protocol.settings import with_settings
 from gradwire.core.protocol.weights import counted_weight
@@ -231,6 +231,8 @@ class LocalSGDHandle:
         self._assumed.require(self.steps)
         if not self._has_begun and self.local.has_outer:
             # Weights may have been loaded since registration: replicas part from what is there now.
+            if self._assumed.unloaded is not None:
+                self._follow_loaded(self._assumed.unloaded)
             self._begin_anew()
         elif self._assumed.unloaded is not None and not self._has_loaded and self.local.has_outer:
             self._follow_loaded(self._assumed.unloaded)
@@ -267,12 +269,19 @@ class LocalSGDHandle:
         yourself if you gave no optimizer.
 
         Raises:
-            RuntimeError: under DDP's `join()`, where ranks step a different number of times; or
-                captured in a CUDA graph; or unregistered; or parameters are not as they were at
-                registration: frozen then, and with gradients now, or other tensors.
+            RuntimeError: an optimizer calls this already; or under DDP's `join()`, where ranks step
+                a different number of times; or captured in a CUDA graph; or unregistered; or
+                parameters are not as they were at registration: frozen then, and with gradients
+                now, or other tensors.
         """
         if not self._registered:
             raise RuntimeError(self._why_not())
+        if self._moments.optimizer is not None:
+            raise RuntimeError(
+                "handle.step() counts a step, and so does each step of the"
+                f" {type(self._moments.optimizer).__name__} that local_sgd was given; leave"
+                " handle.step() out"
+            )
         self._note_found()
         self._assumed.require(self.steps)
         self._end()
@@ -488,25 +497,33 @@ class LocalSGDHandle:
         parameters and memories stay as they are. By weight, if the schedule is `weighted`."""
         start = self._watch.times.now()
         with torch.no_grad():
-            parameters, buffers = dict(self._parameters), dict(self._buffers)
-            given = {("", name): x for kept in (parameters, buffers) for name, x in kept.items()}
-            moments = self._moments.weights()
-            given |= {(key, name): x for name, kept in moments.items() for key, x in kept.items()}
-            arrays = {key: x.detach().contiguous() for key, x in given.items()}
-            averages: Program[dict[tuple[str, str], Tensor]] = mean_each(arrays, watched=False)
+            parameters = {n: p.detach().contiguous() for n, p in self._parameters.items()}
+            parameters = self._or_outer(parameters)
+            beside = {n: {"": b.detach().contiguous()} for n, b in self._buffers.items()}
+            weights = self._moments.weights()
+            program: Program[Any] = mean_alongside(self._ops, parameters, beside | weights)
             if self.local.weighted:
-                averages = Weighing(self._ops, self._weight).run(averages)
-            found = run_alone(self._collectives, averages)
-            for (key, name), x in found.items():
-                if not key:
-                    _put(given[key, name], x)
-            self._moments.put(
-                {name: {key: found[key, name] for key in kept} for name, kept in moments.items()},
-                set(),
-            )
+                program = Weighing(self._ops, self._weight).run(program)
+            averages, others = run_alone(self._collectives, program)
+            for name, x in averages.items():
+                _put(self._parameters[name], x)
+            for name, buffer in self._buffers.items():
+                _put(buffer, others[name][""])
+            self._moments.put({name: others[name] for name in weights}, set())
         self._watch.times.worked(start)
         self._equal_at = self.steps
         self._assumed.stepped()
+
+    def _or_outer(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """These, or the outer parameters, to which a replica goes back that has broken: with the
+        next outer step, or before all are averaged as they are."""
+        if not self.local.has_outer or self.steps < self.local.start_step:
+            return parameters
+        whole = self._target.all_or_none(self._ops, parameters)
+        if self._ops.all_finite(*whole.values()):
+            return parameters
+        outer = self.outer_parameters()
+        return {n: outer[n].to(p.dtype, copy=True) for n, p in parameters.items()}
 
     @outside_inference_mode
     def reconfigure(self, local: LocalSGD) -> StateMismatch:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.protocol import mean_each
+from gradwire.core.local_sgd.alongside import mean_alongside
+from gradwire.core.protocol.programs import Program
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.barrier import Meeting
 from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_all
@@ -55,6 +56,9 @@ class Moments:
     Some optimizers keep weights in their state: masters in float32, from which the next step makes
     the parameters, whatever is in these; or the weights that a schedule-free one steps. They are
     averaged with the parameters, or moved as these are where an outer optimizer makes them.
+
+    Attributes:
+        optimizer: as given.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class Moments:
         what: str,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._parameters = parameters
         self._what = what
         self._group = group
@@ -81,7 +85,7 @@ class Moments:
         """Expect weights of an optimizer that has two modes: those that it steps, as those of all
         replicas, which have nobody to ask. One that has not stepped yet counts as what its
         parameters are."""
-        if has_two_modes(self._optimizer):
+        if has_two_modes(self.optimizer):
             self._keys, self._weights = {STEPPED: None}, frozenset({STEPPED})
 
     def taken(
@@ -103,7 +107,7 @@ class Moments:
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """The weights of all parameters, see `taken`."""
-        if not self._keys and self._optimizer is not None and self._what != "reset":
+        if not self._keys and self.optimizer is not None and self._what != "reset":
             self._agree()
         return self._taken(self._parameters.keys(), self._weights)
 
@@ -111,17 +115,17 @@ class Moments:
         """Look for weights after the step before an average, so that the host does not wait for it
         then."""
         wanted = (not self._keys and self._attempts) or (not self._weights and self._own_attempts)
-        if wanted and self._optimizer is not None:
-            self._ahead = may_be_weights(self._optimizer, self._parameters.values())
+        if wanted and self.optimizer is not None:
+            self._ahead = may_be_weights(self.optimizer, self._parameters.values())
             self._foreseen.note({} if self._ahead.flags is None else {"weights": self._ahead.flags})
 
     def _found_weights(self) -> tuple[set[str], set[str]]:
         """See `MayBeWeights.weights`. The host waits where nobody has looked ahead, or something
         has come since."""
-        assert self._optimizer is not None
+        assert self.optimizer is not None
         seen, self._ahead = self._ahead, None
-        if seen is None or seen.names != names_in(self._optimizer, self._parameters.values()):
-            seen = may_be_weights(self._optimizer, self._parameters.values())
+        if seen is None or seen.names != names_in(self.optimizer, self._parameters.values()):
+            seen = may_be_weights(self.optimizer, self._parameters.values())
         return seen.weights(None if seen.flags is None else self._foreseen.value(seen.flags))
 
     def _look(self) -> None:
@@ -134,9 +138,9 @@ class Moments:
         self._weights |= {*masters, *others}
 
     def _taken(self, due: Collection[str], keys: Collection[str]) -> dict[str, dict[str, Tensor]]:
-        if self._optimizer is None or not keys:
+        if self.optimizer is None or not keys:
             return {}
-        stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         masters = sorted(self._masters & set(keys))
         return {
             name: {
@@ -151,7 +155,7 @@ class Moments:
     def follow(self, parameters: Mapping[str, Tensor]) -> None:
         """Move weights as far, before these take the places of the parameters. So what rounding has
         kept from the parameters is not lost. It takes no message."""
-        if not self._weights and self._own_attempts and self._optimizer is not None:
+        if not self._weights and self._own_attempts and self.optimizer is not None:
             self._own_attempts -= 1
             self._found(*self._found_weights())
         for name, new in parameters.items() if self._weights else ():
@@ -163,63 +167,51 @@ class Moments:
                 x.copy_(torch.where(moved.isfinite(), moved, new.to(x.dtype)))
 
     def put(self, averages: Mapping[str, Mapping[str, Tensor]], averaged: Collection[str]) -> None:
-        """Take the averages over, where there is something to replace, and they are finite; or drop
-        the moments of the parameters that were `averaged`. A parameter whose master was averaged is
-        what that is, rounded once, where it was its master on all ranks: what looked like one may
-        have been an average of weights that had only begun (ASGD, Lookahead)."""
+        """Take the averages over, where there is something to replace; or drop the moments of the
+        parameters that were `averaged`. A parameter whose master was averaged is what that is,
+        rounded once, where it was its master on all ranks: what looked like one may have been an
+        average of weights that had only begun (ASGD, Lookahead)."""
         for name, moments in averages.items():
             p = self._parameters[name]
             mine = self._of(p)
-            finite = (
-                torch.stack([value.isfinite().all() for value in moments.values()]).all()
-                if moments
-                else None
-            )
             for key, value in moments.items():
                 if key in mine:
-                    mine[key].copy_(torch.where(finite, value, mine[key]))  # type: ignore[arg-type]
+                    mine[key].copy_(value)
                 if key in self._masters:
                     own, taken = local_part(p), moments[key + STILL] > OF_ALL
-                    own.copy_(torch.where(finite & taken, value.to(own.dtype), own))  # type: ignore[operator]
-        if self._what == "reset" and self._optimizer is not None:
+                    own.copy_(torch.where(taken, value.to(own.dtype), own))
+        if self._what == "reset" and self.optimizer is not None:
             for name in averaged:
-                self._optimizer.state.pop(self._parameters[name], None)
+                self.optimizer.state.pop(self._parameters[name], None)
 
     def broken(self) -> Broken | None:
         """The parameters of which the optimizer remembers inf or NaN, from which no step of its own
         leads back; None if it remembers nothing."""
         return (
-            None
-            if self._optimizer is None
-            else broken_of(self._optimizer, self._parameters.values())
+            None if self.optimizer is None else broken_of(self.optimizer, self._parameters.values())
         )
 
     def make_equal(self, collectives: Collectives) -> None:
         """Let ranks that are given equal gradients take equal steps from now on: moments are
         averaged over all ranks, or dropped with "reset", and the rest of the optimizer's memory
         becomes that of the first rank. To be called on all ranks."""
-        if self._optimizer is None:
+        if self.optimizer is None:
             return
         everything = set(self._parameters)
         if self._what != "reset":
             if not self._keys:
                 self._agree()
             taken = self._taken(everything, self._keys)
-            flat = {(n, key): x for n, moments in taken.items() for key, x in moments.items()}
-            averages: dict[str, dict[str, Tensor]] = {}
-            for (name, key), x in (
-                run_alone(collectives, mean_each(flat, watched=False)).items() if flat else ()
-            ):
-                averages.setdefault(name, {})[key] = x
-            self.put(averages, set())
+            program: Program[Any] = mean_alongside(collectives.ops, {}, taken)
+            self.put(run_alone(collectives, program)[1], set())
         else:
             self.put({}, everything)
         self._copy_from_first_rank()
 
     def _copy_from_first_rank(self) -> None:
-        assert self._optimizer is not None
+        assert self.optimizer is not None
         assert self._group is not None
-        state, mine = self._optimizer.state, {}
+        state, mine = self.optimizer.state, {}
         for name, p in self._parameters.items():
             mine[name] = {
                 key: _Like.of(x) if _beside(p, x) else x for key, x in state.get(p, {}).items()
@@ -257,8 +249,8 @@ class Moments:
         return (mine[key].to(own.dtype) == own).all().float()
 
     def _of(self, parameter: Tensor) -> dict[str, Tensor]:
-        assert self._optimizer is not None
-        kept = self._optimizer.state.get(parameter, {})
+        assert self.optimizer is not None
+        kept = self.optimizer.state.get(parameter, {})
         return {
             key: local_part(x)
             for key, x in kept.items()
@@ -272,7 +264,7 @@ class Moments:
     def _agree(self) -> None:
         """Which moments there are, and which of them are weights. An optimizer makes them in its
         first step, which ranks need not take at the same time."""
-        assert self._optimizer is not None
+        assert self.optimizer is not None
         mine: dict[str, str | None] = {}
         for p in self._parameters.values():
             mine |= {

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradwire.torch_backend.engine.torch_modes import uncompiled
-from gradwire.torch_backend.torch_internals import SKIPS_BY_ITSELF
+from gradwire.torch_backend.torch_internals import SKIPS_BY_ITSELF, is_within_own_step
 
 #: Those whose steps are followed.
 _followed: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -64,26 +64,23 @@ def step_on_every_rank(
 ) -> Callable[[], None]:
     """Call `before` and `after` each step of the optimizer. One that leaves skipping to the scaler
     is made to skip by itself. Returns what leaves the optimizer as it was."""
-    running, within = ExitStack(), 0
+    running = ExitStack()
     skips_by_itself = getattr(optimizer, SKIPS_BY_ITSELF, False)
 
     @uncompiled
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        nonlocal within
+        if is_within_own_step(optimizer):
+            return
         before()
-        if getattr(optimizer, "found_inf", None) is not None:  # what is open is of one that raised
-            running.pop_all()
-            within = 0
-        if not (within or skips_by_itself):
+        running.pop_all()  # what is open is of a step that raised
+        if not skips_by_itself:
             running.enter_context(scaled_gradients(optimizer))
-        within += 1  # a class's own step may call that of its base, with the same hooks
 
     @uncompiled
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        nonlocal within
-        within -= 1
-        if within <= 0:
-            running.close()
+        if is_within_own_step(optimizer):
+            return
+        running.close()
         after()
 
     marked = vars(optimizer).get(SKIPS_BY_ITSELF)

@@ -23,7 +23,7 @@ from typer.core import TyperCommand
 from gradwire.cli.advise import load_probe, print_advice
 from gradwire.cli.compare import Network, each_after, print_comparison
 from gradwire.cli.doctor import run_doctor
-from gradwire.cli.models import BadArgument, load_callable, load_model
+from gradwire.cli.models import BadArgument, load_callable, load_model, of_users
 from gradwire.cli.plan import Link, print_plans
 from gradwire.cli.probe import run_probe
 from gradwire.core.advise.losses import limits_of
@@ -391,7 +391,9 @@ def main(args: list[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # not every encoding has a ×
     try:
-        status: Any = app(args, standalone_mode=False)
+        given = sys.argv[1:] if args is None else args
+        with of_users():  # all that a command calls of theirs
+            status: Any = app(given, standalone_mode=False)
         if status == INTERRUPTED:
             _say("interrupted")
         sys.stdout.flush()

@@ -9,8 +9,8 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,19 @@ def load_model(text: str) -> Model:
     return built
 
 
+@contextmanager
+def of_users() -> Iterator[None]:
+    """What a user's module finds when it is imported, and when what it has is called: modules that
+    are here, as for `python -m`, and none of this command's arguments."""
+    arguments, sys.argv = sys.argv, sys.argv[:1]
+    sys.path.insert(0, "")
+    try:
+        yield
+    finally:
+        sys.argv = arguments
+        sys.path.remove("")
+
+
 def load_callable(text: str, argument: str) -> Callable[[], Any]:
     """What `module:callable` names, of a module here or installed. Raises BadArgument."""
     module, colon, name = text.partition(":")
@@ -99,22 +112,16 @@ def load_callable(text: str, argument: str) -> Callable[[], Any]:
 
 
 def _imported(module: str, said: str) -> Any:
-    """A module here or installed. A script that reads its arguments when it is imported is not
-    given this command's. Raises BadArgument."""
-    arguments, sys.argv = sys.argv, [module]
-    # `gradwire` as a script does not look where it was started; `python -m` does
-    sys.path.insert(0, "")
+    """A module here or installed. Raises BadArgument."""
     try:
-        return importlib.import_module(module)
+        with of_users():
+            return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if module == error.name or module.startswith(f"{error.name}."):
             raise BadArgument(f"{said}: {error}") from error
         raise BadArgument(f"{said}: {_whose(error, module)}") from error
     except (Exception, SystemExit) as error:
         raise BadArgument(f"{said}: {_whose(error, module)}") from error
-    finally:
-        sys.argv = arguments
-        sys.path.remove("")
 
 
 def _whose(error: BaseException, module: str) -> str:
@@ -163,7 +170,7 @@ def _built(text: str, build: Callable[[], Any]) -> Model:
         if trace is not None:
             return Model(trace.specs_of_parameters(made), "jax")
         return Model(specs_of(made), "")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadArgument(
             f"MODEL {text!r} cannot be built without memory for its weights"
             f" ({type(error).__name__}: {error}). It is called without arguments, on torch's meta"

@@ -215,15 +215,13 @@ class ElasticLocalSGD(ElasticHandle):
             n: p.detach().clone(memory_format=torch.contiguous_format)
             for n, p in self._parameters.items()
         }
-        extras = {
-            n: {"": b.clone(memory_format=torch.contiguous_format)} for n, b in buffers.items()
-        }
+        extras = {n: {"": b.detach().contiguous()} for n, b in buffers.items()}
         weights = (
             {}
             if local.has_outer
             else self._moments.taken({n for f in self._due(step) for n in self._parts[f]})
         )
-        extras |= {n: {key: x.clone() for key, x in kept.items()} for n, kept in weights.items()}
+        extras |= weights
         collectives, replicas = self.quorum.collectives, self.quorum.groups.whole.size()
         weight = self._weight * present.counts
         with plain_arithmetic(self._ops.device):
