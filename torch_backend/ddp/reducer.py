@@ -59,7 +59,8 @@ class BackwardReducer:
         self._flats: list[Tensor] = []
         self._views: list[Tensor] = []
         self._reached: set[int] | None = None
-        self._in_backward = False
+        #: What the autograd engine calls at the end of a pass, and drops if the pass fails.
+        self._ending: Callable[[], object] = lambda: None
         self._arrived: set[int] = set()
         self._absent: set[int] = set()
         self._hook()
@@ -86,10 +87,14 @@ class BackwardReducer:
             for hooks, own in self._hooks:
                 if len(hooks) > 1:
                     hooks[own] = hooks.pop(own)
-            if self._state.active:
-                self.driver.abandon()
-            self._state.abandon()
-            self._in_backward = False
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget a pass that has not ended."""
+        if self._state.active:
+            self.driver.abandon()
+        self._state.abandon()
+        self._ending = lambda: None
 
     @uncompiled
     def after_forward(self, outputs: Any, *, accumulating: bool) -> None:
@@ -147,8 +152,8 @@ class BackwardReducer:
             self._begin()
 
     def _on_gradient(self, i: int) -> None:
+        self._watch_for_the_end()
         if not self._state.active:
-            self._watch_for_the_end()
             self._begin()
         launched = self._state.ready(i)
         if not self.accumulating:
@@ -158,10 +163,15 @@ class BackwardReducer:
                 self._launch(launched)
 
     def _watch_for_the_end(self) -> None:
-        if not self._in_backward:
+        if self._ending() is None:
+            self._forget()  # forward passes that went by the wrapper have not
             refuse_compiled_autograd()
-            self._in_backward = True
-            queue_callback(self._end)
+
+            def end() -> None:
+                self._end()
+
+            self._ending = weakref.ref(end)
+            queue_callback(end)
 
     def _begin(self) -> None:
         unused: set[int] = set()
@@ -174,7 +184,7 @@ class BackwardReducer:
 
     @uncompiled
     def _end(self) -> None:
-        self._in_backward = False
+        self._ending = lambda: None
         if not self._state.active:  # `torch.autograd.grad`: no parameter was concerned
             return
         last = len(self._state.buckets) - 1
