@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire.torch_backend as gw
 from gradwire import Simulator, WireDtype, Zero, plan
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
-from tests.torch.compare import relative, said, weights
+from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import Layers, loss_on
 from tests.torch.ranks import Cases
 from tests.torch.training import buckets_of, fit
@@ -275,6 +275,20 @@ def test_a_step_with_an_inf_is_skipped_on_all_ranks(world, variant):
     assert world.agree(found)
     assert {float(m["step"]) for m in zero.optimizer.state.values()} <= {11.0}
     assert zero.stats().skipped_steps == (1 if form == "overlapped" else 0)
+
+
+@cases.case
+def test_a_layer_that_is_frozen_later_stays_as_it_is(world):
+    """Where this optimizer averages, also against its momentum and weight decay."""
+    model, zero = sharded(world, "averaging", OPTIMIZERS["adamw"])
+    run(world.rank, model, zero, 2)
+    zero.zero_grad()
+    model.second.requires_grad_(False)
+    before, others = weights(model.second), weights(model.first)
+    run(world.rank, model, zero, 2)
+    assert same_bits(weights(model.second), before)
+    assert not same_bits(weights(model.first), others)
+    assert world.agree(weights(model))
 
 
 @cases.case

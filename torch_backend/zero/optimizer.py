@@ -485,7 +485,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _gradient(self, name: str) -> Tensor | None:
         p = self._own.parameters[name]
         if p.grad is None:
-            return torch.zeros_like(p) if self._average_gradients else None
+            averaged = self._average_gradients and p.requires_grad
+            return torch.zeros_like(p) if averaged else None
         if p.grad.is_sparse:
             raise ValueError(
                 f"parameter {name!r} has a sparse gradient; build the embedding with sparse=False"

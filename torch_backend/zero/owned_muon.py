@@ -337,8 +337,8 @@ class OnShards(Mixture):
         return {**state_dict, "state": state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of these parameters, or of whole ones, in which case all ranks call it.
-        Raises ValueError for what does not fit; nothing is changed then."""
+        """Load the state of these parameters, by name if it has names; or of whole ones, in which
+        case all ranks call it. Raises ValueError for what does not fit; nothing is changed then."""
         from torch.distributed.tensor import distribute_tensor
 
         theirs, ours = (
@@ -349,6 +349,7 @@ class OnShards(Mixture):
             raise ValueError(
                 f"the state has parameter groups of {theirs} parameters, this optimizer of {ours}"
             )
+        state_dict = {**state_dict, "param_groups": self._in_order(state_dict["param_groups"])}
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         of_number: dict[Any, Any] = dict(zip(numbers, parameters, strict=True))
@@ -374,3 +375,15 @@ class OnShards(Mixture):
             for number, own in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": state})
+
+    def _in_order(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Groups of a state with their parameters in the order of those here, where both have the
+        same names; else they are taken as they come, as torch does."""
+        ordered = []
+        for theirs, ours in zip(groups, self.param_groups, strict=True):
+            own = [self._names[p] for p in ours["params"]]
+            named = dict(zip(theirs.get("param_names") or (), theirs["params"], strict=False))
+            if named.keys() == set(own):
+                theirs = {**theirs, "params": [named[n] for n in own], "param_names": own}
+            ordered.append(dict(theirs))
+        return ordered
