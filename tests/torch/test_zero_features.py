@@ -277,6 +277,32 @@ def test_a_step_with_an_inf_is_skipped_on_all_ranks(world, variant):
     assert zero.stats().skipped_steps == (1 if form == "overlapped" else 0)
 
 
+class Fails(torch.optim.AdamW):
+    fails = False
+
+    def step(self, closure=None):
+        if Fails.fails:
+            raise MemoryError("of the optimizer")
+        return super().step(closure)
+
+
+@cases.each(["overlapped", "interleaved"])
+def test_an_optimizer_that_raises_in_the_hook_ends_its_pass_alone(world, form):
+    """And not with an assertion of DDP's in the next one."""
+    for hook in (gw.allreduce_hook, gw.bf16_compress_hook):
+        wrapper, zero = sharded(world, form, (Fails, DEFAULTS), hook=hook)
+        run(world.rank, wrapper, zero, 2)
+        before, Fails.fails = weights(wrapper.module), True
+        with pytest.raises(MemoryError, match="of the optimizer"):
+            LOSS(wrapper, world.rank, 2).backward()
+        Fails.fails = False
+        zero.zero_grad()
+        assert same_bits(weights(wrapper.module), before)
+        run(world.rank, wrapper, zero, 2)
+        assert not same_bits(weights(wrapper.module), before)
+        assert world.agree(weights(wrapper.module))
+
+
 @cases.case
 def test_a_layer_that_is_frozen_later_stays_as_it_is(world):
     """Where this optimizer averages, also against its momentum and weight decay."""

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.text.wording import some
 from gradwire.torch_backend.compat.hooks import allreduce_hook, single
-from gradwire.torch_backend.ddp.bucket_hook import BackwardPass, Bucket
+from gradwire.torch_backend.ddp.bucket_hook import BackwardPass, Bucket, raise_after_backward
 from gradwire.torch_backend.engine.torch_modes import uncompiled
 from gradwire.torch_backend.zero.optimizer import ZeroOptimizer
 
@@ -159,7 +159,9 @@ class _ZeroHook:
             spread=shard_buckets,
             grad_scaler=grad_scaler,
         )
-        self._waiting: list[tuple[Bucket, torch.futures.Future[Any] | None]] = []
+        self._waiting: list[Bucket] = []
+        self._averages: list[torch.futures.Future[Any]] = []
+        self._failed: Exception | None = None
         self._pass = BackwardPass()
 
     @uncompiled
@@ -170,14 +172,29 @@ class _ZeroHook:
         if read.kept:
             first, last = self._pass.enter_kept(read, len(self._zero.names))
         if first:
+            self._waiting, self._failed = [], None
+        self._waiting.append(read)
+        if self._failed is None:
+            try:
+                self._take(state, bucket, read, first=first, last=last)
+            except Exception as error:
+                self._failed = error
+        if last:
+            self._end()
+        return read.future
+
+    def _take(
+        self, state: Any, bucket: GradBucket, read: Bucket, *, first: bool, last: bool
+    ) -> None:
+        if first:
             self._step.begin()
-            self._waiting = []
-        self._waiting.append((read, None if self._inner is None else self._inner(state, bucket)))
+            self._averages = []
         if self._inner is None:
             self._add(read)
+        else:
+            self._averages.append(self._inner(state, bucket))
         if last:
             self._finish()
-        return read.future
 
     def _add(self, bucket: Bucket) -> None:
         names = self._zero.names
@@ -186,18 +203,24 @@ class _ZeroHook:
         )
 
     def _finish(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for bucket, future in waiting:
-            if future is None:
-                continue
+        averages, self._averages = self._averages, []
+        for bucket, future in zip(self._waiting[: len(averages)], averages, strict=True):
             # All hooks of the step have been called, so every rank gets here after the same
             # messages.
             average = single(future.wait())
             if average.data_ptr() != bucket.buffer.data_ptr():
                 bucket.buffer.copy_(average)
             self._add(bucket)
-        stepped = self._zero.finish_step(self._step)
-        for bucket, _ in waiting:
-            if not stepped:
+        if not self._zero.finish_step(self._step):
+            for bucket in self._waiting:
                 bucket.buffer.fill_(float("nan"))
+
+    def _end(self) -> None:
+        """Give DDP back all that it waits for, also where the step has failed: of a pass that does
+        not end it would take no other."""
+        waiting, self._waiting = self._waiting, []
+        for bucket in waiting:
             bucket.future.set_result(bucket.buffer)
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise_after_backward(failed)
