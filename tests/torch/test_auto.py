@@ -208,8 +208,11 @@ def test_a_state_is_continued_with_its_method_by_any_number_of_ranks(world):
     whole, *_ = world.everyones(whole)
     for group in (world.group, alone):
         other, fresh = wrapped(world, Auto(loss="5%"), group=group)
+        fresh.replay = True
         fresh.load_state_dict(whole)
         assert repr(fresh.algorithm) == "Quantize(dtype='int4')"
+        assert fresh.replay
+        fresh.replay = False
         assert fresh.stats().choices[-1].step == 3
         train(other, LOSS, range(3, 5), local=False)
         assert fresh.stats().steps == 5

@@ -334,9 +334,11 @@ class Choosing:
             i for i, m in enumerate(self._methods) if name in (repr(m), repr(without_levels(m)))
         ]
         number = self._number if not numbers or self._number in numbers else numbers[0]
-        driver = self._driver() if number == self._number else self._made(number)
+        old = self._driver()
+        driver = old if number == self._number else self._made(number)
         difference = driver.load_state_dict(state, strict)
-        if number != self._number:
+        if driver is not old:
+            driver.be_told_as(old)
             self._use(driver)
         driver.owed.errors.clear()
         if self._message is not None:

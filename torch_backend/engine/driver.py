@@ -180,12 +180,16 @@ class Driver(GradientStep):
         difference = self.memory.continue_from(other.memory)
         self._foresee()
         self.skipped.continue_from(other.skipped)
+        self.watch.continue_from(other.watch)
+        self.be_told_as(other)
+        return difference
+
+    def be_told_as(self, other: Driver) -> None:
+        """Take over what the user has told another driver on the same parameters."""
         self.weight.copy_(other.weight)
         self.settings.continue_from(other.settings)
         self.dense_elements = other.dense_elements
         self.replays.wanted = other.replays.wanted
-        self.watch.continue_from(other.watch)
-        return difference
 
     def take_as_compared(self) -> None:
         """Ranks know already that they go on from the same."""
