@@ -88,6 +88,8 @@ def plan(
     if world_size is None and two is not None and isinstance(two.within, tuple):
         world_size = sum(map(len, two.within))
     by_size = {8: "float64", 4: "float32", 2: "float16", None: None}
+    if dtype is not None and itemsize is not None:
+        raise ValueError(f"itemsize={itemsize} and dtype={dtype!r} say the same; give one of them")
     specs = specs_of(shapes, dtype or by_size[itemsize])
     check_specs(specs)
     warn(algorithm, specs)

@@ -422,6 +422,11 @@ SHARDS = [
 PLANS = [
     (ValueError, "itemsize=3", lambda: plan(SHAPES, PowerSGD(1), itemsize=3)),
     (ValueError, "dtype='int8'", lambda: plan(SHAPES, PowerSGD(1), dtype="int8")),
+    (
+        ValueError,
+        "itemsize=2 and dtype='bfloat16'",
+        lambda: plan(SHAPES, PowerSGD(1), itemsize=2, dtype="bfloat16"),
+    ),
     (ValueError, "bucket_cap_mb=1", lambda: plan(SHAPES, AllReduce(8), bucket_cap_mb=1)),
     (ValueError, "bucket_cap_mb=0", lambda: plan(SHAPES, AllReduce(), bucket_cap_mb=0)),
     (ValueError, "bucket_cap_mb=2", lambda: plan(SHAPES, LocalSGD(2), bucket_cap_mb=2)),

@@ -560,7 +560,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._whole is not None:
             # what a scheduler has set since
             self._copy_options(self.param_groups, self._whole["param_groups"])
-            return self._whole
+            return {  # in dictionaries that are the caller's
+                **self._whole,
+                "state": {number: {**kept} for number, kept in self._whole["state"].items()},
+                "param_groups": [{**group} for group in self._whole["param_groups"]],
+            }
         if self._consolidate or self.shards.world_size == 1:
             whole = self._gathered("state_dict()", None)
             assert whole is not None
