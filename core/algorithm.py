@@ -165,6 +165,11 @@ def nested(algorithm: Any) -> Iterator[Any]:
         )
 
 
+def is_ours(cls: type) -> bool:
+    """Whether a class is one of gradwire's, and not somebody's own, which may have its name."""
+    return cls.__module__.partition(".")[0] == "gradwire"
+
+
 def innermost(algorithm: Any) -> Any:
     """What compresses: inside `WireDtype` and `Zero`, and in `LocalSGD`; None inside None."""
     return [None, *nested(algorithm)][-1]

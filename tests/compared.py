@@ -12,16 +12,21 @@ from unittest import mock
 from gradwire import PowerSGD, Sign, compare
 
 
-def made_by(file: Path) -> Any:
-    """`make` of a file as it is now. Python takes what it has compiled, where a file was written in
-    the same second and is as long."""
-    spec = importlib.util.spec_from_file_location("edited_training", file)
+def loaded(file: Path) -> Any:
+    """The module of a file as it is now. Python takes what it has compiled, where a file was
+    written in the same second and is as long."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules["edited_training"] = importlib.util.module_from_spec(spec)
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
     with mock.patch.object(sys, "dont_write_bytecode", True):
         spec.loader.exec_module(module)
-    return module.make
+    return module
+
+
+def made_by(file: Path) -> Any:
+    """`make` of a file."""
+    return loaded(file).make
 
 
 def require_no_mixture(folder: Path, text: str, *edits: tuple[str, str]) -> None:

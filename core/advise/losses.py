@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.core.advise.evidence import MEASURED, SOURCE
+from gradwire.core.algorithm import is_ours, nested
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.quantize import Quantize
 from gradwire.core.algorithms.two_level import levels_of, without_levels
@@ -68,10 +69,13 @@ ONLY_ROUNDS = LossDifference(0.0, 0.0, by_kind=True)
 
 def known_losses(algorithms: Mapping[str, Any]) -> Losses:
     """What is known of these algorithms, by name, without a comparison of one's own. Within nodes
-    of `TwoLevel` averages are plain, so it counts as what it has between them."""
+    of `TwoLevel` averages are plain, so it counts as what it has between them. Of somebody's own
+    classes nothing is known, whatever their names."""
     found = {}
     for name, algorithm in algorithms.items():
         inner = without_levels(algorithm) if levels_of(algorithm) is not None else algorithm
+        if not all(is_ours(type(each)) for each in nested(inner)):
+            continue
         if only_rounds(inner):
             found[name] = ONLY_ROUNDS
         elif (measured := MEASURED.get(repr(inner))) is not None:

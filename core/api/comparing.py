@@ -6,14 +6,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gradwire.core.advise.advice import PLAIN, name_of
 from gradwire.core.advise.compare.comparison import Comparison
-from gradwire.core.advise.compare.fingerprint import STEPS, Fingerprint
+from gradwire.core.advise.compare.fingerprint import STEPS, Fingerprint, source_of_method
 from gradwire.core.advise.compare.runs import Run, Runs
 from gradwire.core.advise.compare.schedule import evaluated_at
 from gradwire.core.algorithm import require_algorithm
@@ -97,13 +97,14 @@ def compare(
     if output is not None and not Path(output).parent.is_dir():
         raise FileNotFoundError(f"output={str(output)!r}: there is no folder {Path(output).parent}")
     factors = _factors(rates)
-    others = list({name_of(each): each for each in algorithms if each != PLAIN}.values())
+    others = _by_name(each for each in algorithms if each != PLAIN)
     looks = {name_of(each): _looks(each, replicas, steps) for each in others}
     looks = {
         name_of(PLAIN): sorted({*evaluated_at(PLAIN, replicas, steps)}.union(*looks.values())),
         **looks,
     }
     runs = Runs(training or _called(make), replicas, steps, factors)
+    runs.sources = {name_of(each): source_of_method(each) for each in others}
     if output is not None:
         count = min(STEPS, steps)
         first = _engine(make, 0)(PLAIN, replicas, count, 0, [count], lambda: None, 1.0)
@@ -133,6 +134,19 @@ def compare(
     if output is not None:
         runs.save(output)  # with the factors that were asked for, also where all runs were there
     return comparison
+
+
+def _by_name(algorithms: Iterable[Any]) -> list[Any]:
+    """Each once. Raises ValueError for two that are not the same and have one name."""
+    found: dict[str, Any] = {}
+    for each in algorithms:
+        other = found.setdefault(name_of(each), each)
+        if source_of_method(other) != source_of_method(each):
+            raise ValueError(
+                f"algorithms: {name_of(each)} is the name of two methods that are written in"
+                " different ways; rename one of the classes"
+            )
+    return list(found.values())
 
 
 def _factors(rates: Sequence[float]) -> tuple[float, ...]:

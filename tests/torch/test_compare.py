@@ -22,8 +22,12 @@ from gradwire import (
     TopK,
     TwoLevel,
     WireDtype,
+    compare,
     diloco,
 )
+from gradwire.core.advise.compare.comparison import Comparison
+from gradwire.core.advise.losses import known_losses
+from gradwire.core.plan.advice import CompressionWarning
 from gradwire.torch_backend import Averager, local_sgd
 from gradwire.torch_backend.advise.compare.generators import seed_all
 from gradwire.torch_backend.advise.compare.one_process import World, ring_sum
@@ -33,7 +37,7 @@ from gradwire.torch_backend.advise.compare.run import run
 from gradwire.torch_backend.advise.compare.training import Training
 from gradwire.torch_backend.integrations import training_of_lightning, training_of_trainer
 from tests.bounds import threads
-from tests.compared import require_no_mixture
+from tests.compared import loaded, made_by, require_no_mixture
 from tests.torch.compare import relative, same_bits, weights
 from tests.torch.ranks import Cases
 from tests.torch.test_after_registration import WithMasters
@@ -611,3 +615,44 @@ def test_runs_of_a_training_that_was_edited_are_made_anew(tmp_path):
         ("0.1, 2.0, 1", "0.1, 2.0, 2"),
     ]
     require_no_mixture(tmp_path, EDITED, *edits)
+
+
+OWN = """
+from dataclasses import dataclass
+from gradwire import AllReduce
+
+@dataclass(frozen=True)
+class Scaled(AllReduce):
+    async def step(self, ops, gradients, state, step):
+        averages, state = await super().step(ops, gradients, state, step)
+        return {n: x * FACTOR for n, x in averages.items()}, state
+"""
+
+
+def own(folder, factor, name="own_method"):
+    """A method of somebody's own, as its file is now."""
+    file = folder / f"{name}.py"
+    file.write_text(OWN.replace("FACTOR", str(factor)))
+    return loaded(file).Scaled()
+
+
+def test_runs_of_an_own_method_that_was_edited_are_made_anew(tmp_path):
+    """Nor are they those of another one of that name, or of a method that was measured for all."""
+    file, output = tmp_path / "edited_training.py", tmp_path / "comparison.json"
+    file.write_text(EDITED)
+    make, options = made_by(file), {"replicas": 2, "steps": 6, "seeds": 1, "training": "mine"}
+    first = own(tmp_path, 0.5)
+    compare(make, [first], output=output, **options)
+    again = compare(make, [first], output=output, **options)
+    assert again.runs.notes == (f"Taken from {output}: plain (seeds 0); {first!r} (seeds 0)",)
+    (left,) = Comparison.load(output, [first]).algorithms
+    assert left is first
+    for edited in (own(tmp_path, 0.25), own(tmp_path, 0.125, "another")):
+        with pytest.warns(CompressionWarning, match="as it was written then"):
+            assert not Comparison.load(output, [edited]).algorithms
+        found = compare(make, [edited], output=output, **options)
+        assert found.as_dict() == compare(make, [edited], **options).as_dict()
+        assert "written in another way" in found.runs.notes[0]
+    with pytest.raises(ValueError, match=r"Scaled\(.*is the name of two methods"):
+        compare(make, [edited, own(tmp_path, 0.5)], **options)
+    assert known_losses({"Sign()": Sign(), "mine": edited}).methods.keys() == {"Sign()"}

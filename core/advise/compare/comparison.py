@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.core.advise.advice import PLAIN, WIDTH, name_of
+from gradwire.core.advise.compare.fingerprint import source_of_method
 from gradwire.core.advise.compare.runs import Run, Runs, described
 from gradwire.core.advise.compare.schedule import doubts, ready_at, warm_up
 from gradwire.core.advise.compare.verdicts import Verdict, verdict
@@ -67,7 +68,16 @@ class Comparison:
             run.method for run in runs.done.values() if run.method != name_of(PLAIN)
         ):
             try:
-                found.append(known[name] if name in known else parse_algorithm(name))
+                mine = known[name] if name in known else parse_algorithm(name)
+                if source_of_method(mine) == runs.sources.get(name, ""):
+                    found.append(mine)
+                else:
+                    warnings.warn(
+                        f"{path}: {name} is left out, which was run as it was written then, or is"
+                        " another method of that name; compare it anew",
+                        CompressionWarning,
+                        stacklevel=2,
+                    )
             except NotAnAlgorithm:
                 fix = "give the method itself, on the command line by --algorithm module:Class(…)"
                 warnings.warn(
@@ -170,6 +180,11 @@ class Comparison:
             verdict, rate = self.verdict(algorithm), self.factor(algorithm)
             if verdict.bound is not None and rate is not None:
                 found[name_of(algorithm)] = LossDifference(verdict.difference, verdict.bound, rate)
+        if not found and not self.algorithms:
+            raise ValueError(
+                "it has no method that is known here: give those of your own by --algorithm"
+                " module:Class(…)"
+            )
         if not found:
             raise ValueError(
                 "it has no interval for any method: compare with --seeds 3, and the --steps that it"

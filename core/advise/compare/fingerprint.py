@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from gradwire.core.algorithm import is_ours, nested
+
 #: So many steps are taken anew, under uncompressed averages and with the first seed.
 STEPS = 3
 #: Losses of a device that adds in another order are as near as this.
@@ -87,6 +89,19 @@ def source_of(make: Callable[..., Any]) -> str:
     module = inspect.getmodule(function)
     written = "" if module is None else "".join(_read(file) for file in sorted(_files(module)))
     return hashlib.sha256((given + written).encode()).hexdigest()[:16] if written else ""
+
+
+def source_of_method(algorithm: Any) -> str:
+    """A digest of how the classes of somebody's own are written that a method is made of, and of
+    their names; "" where it is made of gradwire's alone."""
+    own = {type(each) for each in nested(algorithm)}
+    modules = {cls: inspect.getmodule(cls) for cls in own if not is_ours(cls)}
+    written = [
+        f"{cls.__module__}.{cls.__qualname__}"
+        + ("" if module is None else "".join(_read(file) for file in sorted(_files(module))))
+        for cls, module in modules.items()
+    ]
+    return hashlib.sha256("".join(sorted(written)).encode()).hexdigest()[:16] if written else ""
 
 
 def _plain(cell: Any) -> bool:

@@ -71,6 +71,7 @@ class Runs:
         factors: among which that of each method is searched, ascending; one is that of all.
         done: what has been run, in that order.
         fingerprint: of the training; None before anybody has looked.
+        sources: of methods of somebody's own, by name: a digest of how each is written.
         notes: what a file had of it, in words.
     """
 
@@ -80,6 +81,7 @@ class Runs:
     factors: Sequence[float] = (1.0,)
     done: dict[tuple[str, int, float], Run] = field(default_factory=dict)
     fingerprint: Fingerprint | None = None
+    sources: dict[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
     @property
@@ -112,6 +114,7 @@ class Runs:
             "steps": self.steps,
             "factors": list(self.factors),
             "fingerprint": None if self.fingerprint is None else self.fingerprint.written(),
+            "sources": self.sources,
             "shapes": {name: _written(spec) for name, spec in self.specs.items()},
             "runs": [
                 {k: x for k, x in asdict(run).items() if k != "specs"} for run in self.done.values()
@@ -134,6 +137,7 @@ class Runs:
             runs = cls(str(data["training"]), int(data["replicas"]), int(data["steps"]), factors)
             known = data["fingerprint"]
             runs.fingerprint = None if known is None else Fingerprint.read(known)
+            runs.sources = {str(m): str(x) for m, x in data.get("sources", {}).items()}
             specs = {name: _read(spec) for name, spec in data["shapes"].items()}
             for run in data["runs"]:
                 held_out = {
@@ -171,8 +175,29 @@ class Runs:
                 " all are made anew"
             )
             return replace(self, notes=(note,))
-        notes = (f"Taken from {path}: {found._listed()}",) if found.done else ()
-        return replace(found, factors=self.factors, fingerprint=self.fingerprint, notes=notes)
+        notes = found._drop_edited(self.sources)
+        if found.done:
+            notes.append(f"Taken from {path}: {found._listed()}")
+        return replace(
+            found,
+            factors=self.factors,
+            fingerprint=self.fingerprint,
+            sources=found.sources | self.sources,
+            notes=tuple(notes),
+        )
+
+    def _drop_edited(self, sources: Mapping[str, str]) -> list[str]:
+        """Forget the runs of methods that are written in another way by now, or are others of the
+        same name. Returns what is to be said of it."""
+        edited = {m for m, x in sources.items() if x != self.sources.get(m, "")}
+        dropped = {key: run for key, run in self.done.items() if run.method in edited}
+        for key in dropped:
+            del self.done[key]
+        methods = dict.fromkeys(run.method for run in dropped.values())
+        return [
+            f"{method} is written in another way than when it was run: its runs are made anew"
+            for method in methods
+        ]
 
     def _changed_since(self, before: Runs) -> str:
         if self.fingerprint is None:
