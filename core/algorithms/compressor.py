@@ -16,6 +16,7 @@ steps with an inf or NaN, tensors that stay uncompressed.
 from __future__ import annotations
 
 import abc
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -320,6 +321,7 @@ class Compressor(abc.ABC):
             kept = Spec(spec.shape, self.state_dtype or spec.dtype)
             memory = self.memory(ops, name, kept) if spec.size else None
             if memory is not None:
+                self._require_arrays(name, memory)
                 if ERROR in memory:
                     raise ValueError(
                         f"{type(self).__name__}.memory({name!r}) makes {ERROR!r}, which is that of"
@@ -329,6 +331,20 @@ class Compressor(abc.ABC):
                 if self.error_feedback:
                     memory[ERROR] = ops.zeros(kept.shape, kept.dtype)
         return state
+
+    def _require_arrays(self, name: str, memory: object) -> None:
+        """Raise ValueError for a memory that is no dictionary of arrays."""
+        said = f"{type(self).__name__}.memory({name!r})"
+        if not isinstance(memory, dict):
+            raise ValueError(  # noqa: TRY004  (all that an own method does wrong is one)
+                f"{said} makes a {type(memory).__name__}; return {{name: array}}, or None"
+            )
+        for key, x in memory.items():
+            if not hasattr(x, "shape"):
+                raise ValueError(
+                    f"{said} makes {key!r}, a {type(x).__name__}; return arrays, such as"
+                    " ops.zeros((), 'float32')"
+                )
 
     async def step(
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
@@ -447,12 +463,14 @@ class Compressor(abc.ABC):
                     self.compress_stack(ops, stacks[name], left.x, memories[name], context)
                 )
             else:
-                programs.append(self.compress(ops, name, left.x, memories[name], context))
+                programs.append(
+                    _awaitable(self, self.compress(ops, name, left.x, memories[name], context))
+                )
         *each, averages = await together([*programs, mean_each(lot.rest)])
         if joint is None:
             for name, found in zip(x, each, strict=True):
                 if name not in stacks:
-                    self._require_promised(name, gradients[name].shape, memories[name], found)
+                    self._require_promised(ops, name, gradients[name].shape, memories[name], found)
         for left in x.values():
             # computed by now, or not at all; of a traced branch, whose arrays end with it
             left.sent = None
@@ -470,14 +488,17 @@ class Compressor(abc.ABC):
         return _Exchanged(own, dict(zip(x, memory, strict=True)), received, averages)
 
     def _require_promised(
-        self, name: str, shape: tuple[int, ...], memory: Mapping[str, A], found: Any
+        self, ops: Ops[A], name: str, shape: tuple[int, ...], memory: Mapping[str, A], found: Any
     ) -> None:
         """Raise ValueError for what `compress` returns of a tensor and did not promise: arrays of
-        other shapes would be broadcast, and no error feedback could say so."""
+        other shapes would be broadcast, those of other dtypes cut off, and no error feedback could
+        say so."""
         said = f"{type(self).__name__}.compress({name!r})"
         if not isinstance(found, tuple) or len(found) != 3 or not isinstance(found[2], Mapping):
             raise ValueError(f"{said} must return (sent, received, memory)")
         for what, array in zip(("sent", "received"), found[:2], strict=True):
+            if inspect.isawaitable(array):
+                raise ValueError(f"{said} returns `{what}` that nobody has awaited; write await")
             if not isinstance(array, PAYLOADS) and tuple(array.shape) != tuple(shape):
                 raise ValueError(
                     f"{said} returns `{what}` of shape {tuple(array.shape)}; the tensor has"
@@ -486,6 +507,11 @@ class Compressor(abc.ABC):
         for key, array in found[2].items():
             if key not in memory:
                 raise ValueError(f"{said} returns memory {key!r}, which `memory` does not make")
+            if (dtype := ops.dtype_of(array)) != (made := ops.dtype_of(memory[key])):
+                raise ValueError(
+                    f"{said} returns memory {key!r} of {dtype}; `memory` makes {made}. Write"
+                    f" ops.cast(x, {made!r})"
+                )
             if tuple(array.shape) != tuple(memory[key].shape):
                 raise ValueError(
                     f"{said} returns memory {key!r} of shape {tuple(array.shape)}; `memory` makes"
@@ -577,3 +603,13 @@ async def _in_phase(counter: Any, kinds: Sequence[Callable[[], Program[T]]], fir
     return await branch_on_phase(
         counter, first, kinds[first], partial(_in_phase, counter, kinds, first + 1)
     )
+
+
+def _awaitable(algorithm: object, program: Any) -> Program[Any]:
+    """The program. Raises ValueError for a `compress` that makes none."""
+    if not inspect.isawaitable(program):
+        raise ValueError(
+            f"{type(algorithm).__name__}.compress returns a {type(program).__name__}; write async"
+            " def compress"
+        )
+    return program  # type: ignore[return-value]

@@ -67,6 +67,9 @@ class AbstractArray:
         name = getattr(function, "__name__", repr(function))
         raise not_portable(name, f"torch.{name.replace('linalg_', 'linalg.')}(x)")
 
+    def __abs__(self) -> Any:
+        raise not_portable("abs", "abs(x)")
+
     @property
     def nbytes(self) -> int:
         """Number of bytes."""

@@ -297,6 +297,8 @@ class NumpyOps(Ops[NDArray]):
 
 
 def limited(x: NDArray, limit: float, out: NDArray | None = None) -> NDArray:
+    if limit == math.inf:
+        return x if out is x else x.copy()
     if x.dtype == np.float16 and np.linalg.norm(x.astype(np.float32)) < LONGEST_FLOAT16:
         return x if out is x else x.copy()
     bound = np.asarray(limit, x.dtype)

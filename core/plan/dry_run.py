@@ -11,7 +11,8 @@ the averaging of local SGD, is `rehearsed`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from weakref import ref
 from gradwire.core.algorithm import Algorithm, State, innermost, nested, with_inner
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.compressor import Compressor
-from gradwire.core.algorithms.two_level import TwoLevel, levels_of
+from gradwire.core.algorithms.two_level import TwoLevel, levels_of, without_levels
 from gradwire.core.algorithms.weighted import Weighted
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, NotPortable, abstract_arrays
@@ -30,6 +31,7 @@ from gradwire.core.plan.traffic import LevelBytes, Message, Traffic, bytes_by_le
 from gradwire.core.protocol import run
 from gradwire.core.protocol.groups import Groups, UnknownWorldSize, group_size, require_partition
 from gradwire.core.protocol.programs import AT_REST, Program, Request, UnknownRequest, cannot_answer
+from gradwire.core.protocol.settings import settings_of
 
 T = TypeVar("T")
 OPS = AbstractOps()
@@ -141,22 +143,15 @@ class DryRun:
         start = self.algorithm.start_step
         kinds = [
             *([(0, 0)] if start else []),
-            *((start, phase) for phase in range(self.algorithm.cycle)),
+            *((start + phase, phase) for phase in range(self.algorithm.cycle)),
         ]
         try:
-            return [self._step(*kind) for kind in kinds]
+            with saying_what_is_not_portable(self.algorithm):
+                return [self._step(*kind) for kind in kinds]
         except UnknownWorldSize:
             # an exception that is kept would keep what its callers have at hand: a model's
             # parameters
             return None
-        except UnknownRequest:
-            raise
-        except (AttributeError, TypeError) as error:
-            raise NotPortable(
-                f"{self.algorithm!r} is not portable: {error}. Write it with ops, or say portable ="
-                " False in its class: then it runs in its own framework alone, and counts as an"
-                " uncompressed average"
-            ) from error
 
     @property
     def steps(self) -> Sequence[DryStep]:
@@ -194,6 +189,16 @@ class DryRun:
         return [bytes_by_level([(sent, 1) for sent in kind], near) for kind in kinds]
 
     @cached_property
+    def settings(self) -> dict[str, float]:
+        """Those that it asks for, on one node too, with their defaults. Raises ValueError for one
+        with two defaults."""
+        found = settings_of(self.requests)
+        if levels_of(self.algorithm) is None:
+            return found
+        between = dry_run(without_levels(self.algorithm), self.specs, self.world_size)
+        return between.settings | found
+
+    @cached_property
     def groups(self) -> list[Groups]:
         """Those in which requests average, each once. Raises ValueError for groups that are no
         partition of the replicas."""
@@ -207,10 +212,11 @@ class DryRun:
 
     def _step(self, step: int, phase: int) -> DryStep:
         number = StepNumber(step)
+        number.settled = step >= self.algorithm.start_step
         gradients = abstract_arrays(self.specs)
-        counted = _portable_form(self.algorithm)
+        counted = portable_form(self.algorithm)
         program = counted.step(OPS, gradients, self.memory.of(gradients), number)
-        tried = rehearsed(program, phase, self.world_size)
+        tried = rehearsed(program, phase, self.world_size, any_step=self.algorithm.cycle == 1)
         if counted is self.algorithm:
             _require_promised(counted, gradients, tried.result)
         # What nobody can look into may ask for the number of the step.
@@ -237,13 +243,28 @@ def _require_promised(
             )
 
 
-def _portable_form(algorithm: Any) -> Any:
+@contextmanager
+def saying_what_is_not_portable(algorithm: object) -> Iterator[None]:
+    """Raise NotPortable for what arrays without data refuse."""
+    try:
+        yield
+    except UnknownRequest:
+        raise
+    except (AttributeError, TypeError) as error:
+        raise NotPortable(
+            f"{algorithm!r} is not portable: {error}. Write it with ops, or say portable = False in"
+            " its class: then it runs in its own framework alone, and counts as an uncompressed"
+            " average"
+        ) from error
+
+
+def portable_form(algorithm: Any) -> Any:
     """The algorithm, with an uncompressed average in place of what says that it is not portable;
     itself, if nothing says so."""
     return (
         AllReduce()
         if not getattr(algorithm, "portable", True)
-        else with_inner(algorithm, _portable_form)
+        else with_inner(algorithm, portable_form)
     )
 
 
@@ -288,9 +309,16 @@ class _Runs(dict[Hashable, DryRun]):
         return _Runs, ()
 
 
-def rehearsed(program: Program[Any], phase: int = 0, world_size: int | None = None) -> DryStep:
-    """A program over `AbstractArray`s, as the replica of some index in its group runs it."""
-    dry = _Answers(phase, world_size)
+def rehearsed(
+    program: Program[Any],
+    phase: int = 0,
+    world_size: int | None = None,
+    *,
+    any_step: bool = False,
+) -> DryStep:
+    """A program over `AbstractArray`s, as the replica of some index in its group runs it.
+    `any_step`: what it decides by the number of the step is decided in other ways in others."""
+    dry = _Answers(phase, world_size, any_step=any_step)
     with AT_REST:
         result = run(program, dry.answer)
     return DryStep(tuple(dry.requests), dry.traffic, tuple(dry.messages), result)
@@ -301,8 +329,8 @@ class _Answers:
 
     place = 0
 
-    def __init__(self, phase: int, world_size: int | None) -> None:
-        self.phase, self.world_size = phase, world_size
+    def __init__(self, phase: int, world_size: int | None, *, any_step: bool) -> None:
+        self.phase, self.world_size, self.any_step = phase, world_size, any_step
         self.requests: list[Request] = []
         self.messages: list[Message] = []
         self.traffic = Traffic(0, 0)
@@ -329,7 +357,7 @@ class _Answers:
     ) -> T:
         if phase is not None:
             return run(side(phase[1] == self.phase), self.answer)
-        if not isinstance(predicate, AbstractArray):
+        if not isinstance(predicate, (AbstractArray, ByNumber) if self.any_step else AbstractArray):
             return run(side(bool(predicate)), self.answer)
         before = self.traffic
         sides: list[tuple[Traffic, T]] = []
@@ -343,11 +371,16 @@ class _Answers:
         return result
 
 
+class ByNumber(int):
+    """What was found out from the number of a step, and may be another answer in another step. A
+    truth is 0 or 1."""
+
+
 class StepNumber(int):
     """The number of a step, which notes whether it was `asked` for anything that is not so in all
-    later steps too, as having reached another is."""
+    later steps too, as having reached another is. `settled`: the algorithm has started."""
 
-    asked = False
+    asked = settled = False
 
 
 def _noting(name: str, lasting: bool | None) -> Callable[..., Any]:
@@ -355,15 +388,35 @@ def _noting(name: str, lasting: bool | None) -> Callable[..., Any]:
 
     def method(self: StepNumber, *others: Any) -> Any:
         answer = own(self, *others)
-        self.asked = self.asked or answer is not lasting
-        return answer
+        if answer is not lasting:
+            self.asked = True
+        return ByNumber(answer) if self.settled and _is_found(name, answer, lasting) else answer
 
     return method
 
 
+def _is_found(name: str, answer: Any, lasting: bool | None) -> bool:
+    # Python wants its own types of conversions
+    return type(answer) in (bool, int) and answer is not lasting and name not in _CONVERSIONS
+
+
+def _goes_on(name: str) -> Callable[..., Any]:
+    own = getattr(int, name)
+
+    def method(self: ByNumber, *others: Any) -> Any:
+        answer = own(self, *others)
+        return ByNumber(answer) if type(answer) in (bool, int) else answer
+
+    return method
+
+
+_CONVERSIONS = tuple(f"__{name}__" for name in ("hash", "bool", "int", "index", "float"))
 _BINARY = "add sub mul truediv floordiv mod divmod pow and or xor lshift rshift"
-for _name in f"eq ne hash bool int index float neg {_BINARY} r{_BINARY.replace(' ', ' r')}".split():
-    setattr(StepNumber, f"__{_name}__", _noting(f"__{_name}__", None))
+_FOUND = f"eq ne neg {_BINARY} r{_BINARY.replace(' ', ' r')}".split()
+for _name in (*_CONVERSIONS, *(f"__{name}__" for name in _FOUND)):
+    setattr(StepNumber, _name, _noting(_name, None))
+for _name in (f"__{name}__" for name in (*_FOUND, "ge", "gt", "lt", "le")):
+    setattr(ByNumber, _name, _goes_on(_name))
 for _name, _lasting in (("ge", True), ("gt", True), ("lt", False), ("le", False)):
     setattr(StepNumber, f"__{_name}__", _noting(f"__{_name}__", _lasting))
 

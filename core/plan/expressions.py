@@ -47,6 +47,7 @@ NAMES: dict[str, Callable[..., Any]] = {
 }
 #: A string, which is left as it is; or `module:Class`, that is called.
 OWN = re.compile(r"""'[^']*'|"[^"]*"|(?P<name>[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)(?=\s*\()""")
+CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 #: No configuration is longer; deeper trees than fit into it are refused before they are built.
 LONGEST = 1000
 
@@ -91,6 +92,8 @@ def parse_algorithm(
         if not isinstance(made, LocalSGD):
             require_algorithm(made)
     except SyntaxError as error:
+        if own is not None and CLASS.fullmatch(text.strip()):
+            raise NotAnAlgorithm(f"{text!r} is a class: write it as {text.strip()}()") from error
         raise NotAnAlgorithm(
             f"{text!r} is no expression ({error.msg}): write it as PowerSGD(rank=4)"
         ) from error

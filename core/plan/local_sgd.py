@@ -16,7 +16,15 @@ from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.outer import OuterFactory, OuterSGD
 from gradwire.core.local_sgd.schedule import Level
 from gradwire.core.ops import Spec
-from gradwire.core.plan.dry_run import DryRun, DryStep, dry_run, rehearsed, state_bytes
+from gradwire.core.plan.dry_run import (
+    DryRun,
+    DryStep,
+    dry_run,
+    portable_form,
+    rehearsed,
+    saying_what_is_not_portable,
+    state_bytes,
+)
 from gradwire.core.plan.traffic import LevelBytes, Traffic, bytes_by_level
 
 
@@ -103,7 +111,7 @@ def _steps(
 ) -> tuple[LocalSteps, Mapping[tuple[_Due, ...], int], DryRun]:
     """The steps of a cycle; how many there are in which the same is due; and the gradients' part of
     them."""
-    local = local.at_once().without_factory()
+    local = portable_form(local.at_once().without_factory())
     replicas = world_size or local.some_replicas
     if world_size is None and local.names_replicas:
         world_size = replicas
@@ -166,7 +174,7 @@ def leaving_in_cycle(
     """The steps of a cycle, once the compressor has started, and what leaves after which of them.
     Raises as `local_steps`."""
     at_once, levels, parts = (
-        local.at_once().without_factory(),
+        portable_form(local.at_once().without_factory()),
         local.levels(replicas),
         local.parts(specs),
     )
@@ -257,4 +265,5 @@ def average_of(
     """The averages of parameters after one step, without data, in a phase of the compressor.
     `replicas` are those of the schedule, `world_size` what a compressor is told."""
     average = local.average(AbstractOps(), abstract_arrays(specs), memory, step, replicas)
-    return rehearsed(average, phase, world_size)
+    with saying_what_is_not_portable(local):
+        return rehearsed(average, phase, world_size)

@@ -10,11 +10,13 @@ setting is a line in the method, and in no driver.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from gradwire.core.algorithm import nested
 from gradwire.core.ops import A, Ops
 from gradwire.core.protocol.programs import (
     AbstractReplica,
@@ -96,9 +98,16 @@ def settings_of(requests: Iterable[Request]) -> dict[str, float]:
     return found
 
 
-def require_settings(algorithm: object, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ValueError for a setting that an algorithm does not ask for."""
-    if unknown := sorted(set(given) - set(known)):
+def require_settings(algorithm: object, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise ValueError for a setting that an algorithm does not ask for, as far as anybody can look
+    into it, or that is NaN; TypeError for one that is no number."""
+    for name, value in given.items():
+        if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+            raise TypeError(f"settings: {name}={value!r} is no number; give a float")
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"settings: {name}=nan says nothing; give a number")
+    seen = all(getattr(each, "portable", True) for each in nested(algorithm))
+    if unknown := sorted(given.keys() - set(known)) if seen else []:
         asked = ", ".join(sorted(known)) or "no setting"
         raise ValueError(
             f"settings: {algorithm!r} does not ask for {', '.join(unknown)}; it asks for {asked}"

@@ -21,10 +21,11 @@ from gradwire.core.algorithm import State
 from gradwire.core.algorithms.weighted import checked_weights
 from gradwire.core.kernels.numpy import NumpyOps, dtype_named
 from gradwire.core.local_sgd.algorithm import LocalSGD
-from gradwire.core.ops import FloatDtype
+from gradwire.core.ops import FloatDtype, Spec
+from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.plan.traffic import Traffic, traffic_of
 from gradwire.core.protocol.programs import Request
-from gradwire.core.protocol.settings import with_settings
+from gradwire.core.protocol.settings import require_settings, with_settings
 from gradwire.core.simulate.lock_step import NDArray, lock_step, require_equal, require_same_memory
 from gradwire.core.text.options import Replicas, checked, short
 
@@ -131,6 +132,8 @@ class LocalSimulator:
                 f"weights={weights} for {self.local[0]!r}, whose replicas count alike; give it"
                 " weighted=True"
             )
+        if settings:
+            self._require(settings)
         each = [1.0] * replicas if weights is None else checked_weights(weights, replicas)
         self.requests = []
         given = [
@@ -149,6 +152,15 @@ class LocalSimulator:
         self._average(updated, each, settings or {})
         self.steps += 1
         return used
+
+    def _require(self, settings: Mapping[str, float]) -> None:
+        """Raise ValueError for settings that the compressor does not ask for."""
+        local, p = self.local[0], self.parameters[0]
+        known: Mapping[str, float] = {}
+        if local.compressor is not None:
+            specs = local.kept({n: Spec(x.shape, x.dtype.name) for n, x in p.items()})
+            known = dry_run(local.compressor, specs, len(self.parameters)).settings
+        require_settings(local, settings, known)
 
     def _average(
         self, updated: Sequence[Tensors], weights: Sequence[float], settings: Mapping[str, float]

@@ -20,9 +20,10 @@ from gradwire.core.algorithms.two_level import require_nodes
 from gradwire.core.algorithms.weighted import checked_weights, weighted
 from gradwire.core.kernels.numpy import NumpyOps, dtype_named
 from gradwire.core.ops import FloatDtype, Spec
+from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.plan.traffic import Traffic, traffic_of
 from gradwire.core.protocol.programs import ReplicaMismatch, Request
-from gradwire.core.protocol.settings import with_settings
+from gradwire.core.protocol.settings import require_settings, with_settings
 from gradwire.core.simulate.lock_step import (
     NDArray,
     Optimizer,
@@ -111,13 +112,17 @@ class Simulator:
             Parameter name → averaged gradient, identical on all replicas.
 
         Raises:
-            ValueError: gradients that do not fit the shapes, weights that are no weights.
+            ValueError: gradients that do not fit the shapes, weights that are no weights, settings
+                that it does not ask for.
             NobodyCounts: all weights are 0. Nothing has changed then.
             ReplicaMismatch: the replicas disagree about a request, a result, or a memory that must
                 be equal.
         """
         if len(gradients) != len(self.states):
             raise ValueError(f"{len(gradients)} gradients for {len(self.states)} replicas")
+        if settings:
+            dry = dry_run(self.algorithm, self.specs, len(self.states))
+            require_settings(self.algorithm, settings, dry.settings)
         local = [self._copy(replica, g) for replica, g in enumerate(gradients)]
         names = list(local[0])
         for replica, g in enumerate(local):

@@ -30,6 +30,7 @@ import numpy as np
 
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.compressor import ERROR, Compressor
+from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.plan.plan import plan
 from gradwire.core.protocol.programs import ReplicaMismatch
@@ -86,20 +87,19 @@ def check(
     Raises:
         ConformanceError: the first promise that is broken.
         TypeError: `algorithm` is none.
-        ValueError: shapes of which a `Compressor` compresses none.
+        ValueError: shapes of which a `Compressor` compresses none; no numbers of replicas.
     """
+    numbers = _numbers_of_replicas(algorithm, world_sizes)
     compresses = bool(
-        algorithm.init(
-            NumpyOps(), Simulator(algorithm, shapes, _in_a_node(algorithm)).specs
-        ).tensors
+        algorithm.init(NumpyOps(), Simulator(algorithm, shapes, numbers[0]).specs).tensors
     )
     if isinstance(algorithm, Compressor) and not compresses:
         raise ValueError(
             f"{algorithm!r} compresses none of the shapes {dict(shapes)}; give larger ones"
         )
     done: dict[str, None] = {}
-    for replicas in world_sizes:
-        trial = _Trial(algorithm, dict(shapes), replicas * _in_a_node(algorithm))
+    for replicas in numbers:
+        trial = _Trial(algorithm, dict(shapes), replicas)
         for number, (line, promise) in enumerate(PROMISES.items()):
             if promise(trial, np.random.default_rng([seed, number, replicas])):
                 done[line] = None
@@ -274,9 +274,7 @@ def _conservation(trial: _Trial, rng: np.random.Generator) -> bool:
             s.tensors[name][ERROR] for s in simulator.states if ERROR in s.tensors.get(name, {})
         ]
         lost = np.abs(received[name] + _mean_error(simulator, name) - total).max(initial=0)
-        rounding = (
-            max([1e-12, *(float(np.finfo(e.dtype).eps) for e in errors)]) * 10 * len(trial.steps)
-        )
+        rounding = max([1e-12, *map(_epsilon, errors)]) * 10 * len(trial.steps)
         if lost > rounding * max(1.0, np.abs(total).max(initial=0)):
             raise trial.broken(
                 "conservation",
@@ -286,16 +284,27 @@ def _conservation(trial: _Trial, rng: np.random.Generator) -> bool:
     return True
 
 
+def _epsilon(x: NDArray) -> float:
+    # which NumPy does not know
+    return 2.0**-7 if x.dtype.name == "bfloat16" else float(np.finfo(x.dtype).eps)
+
+
 def _mean_error(simulator: Simulator, name: str) -> NDArray:
     """The mean of what all replicas remember of a parameter."""
     errors: list[Any] = [s.tensors.get(name, {}).get(ERROR, 0.0) for s in simulator.states]
     return np.asarray(np.mean(errors, axis=0))
 
 
-def _in_a_node(algorithm: Algorithm) -> int:
-    """How many replicas make a node, of an algorithm that has two levels."""
-    within = getattr(algorithm, "within", 1)
-    return within if isinstance(within, int) else 1
+def _numbers_of_replicas(algorithm: Algorithm, world_sizes: Sequence[int]) -> list[int]:
+    """So many replicas; of an algorithm with two levels so many nodes, or those that it names.
+    Raises ValueError for no number."""
+    if not world_sizes:
+        raise ValueError("world_sizes is empty, and nothing would be checked; give (1, 2, 3)")
+    levels = levels_of(algorithm)
+    within = 1 if levels is None else levels.within
+    if isinstance(within, tuple):
+        return [sum(map(len, within))]
+    return [n * within for n in world_sizes] if isinstance(within, int) else list(world_sizes)
 
 
 def _dense_start(trial: _Trial, rng: np.random.Generator) -> bool:

@@ -37,11 +37,12 @@ from gradwire.core.advise.compare.schedule import (
     warm_up,
 )
 from gradwire.core.advise.compare.verdicts import margin, quantile, verdict
-from gradwire.core.advise.cost import Cost, cost_of, ddp_buckets
+from gradwire.core.advise.cost import Cost, cost_of
 from gradwire.core.advise.losses import LIMITS, known_losses, limits_of, only_rounds
 from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN, Level, measure, partition
 from gradwire.core.advise.timeline import Compute, Group
 from gradwire.core.algorithms.shared.views import StackedShape
+from gradwire.core.buckets.assignment import ddp_buckets
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.plan.expressions import parse_algorithm
 from gradwire.core.plan.local_sgd import memory_bytes

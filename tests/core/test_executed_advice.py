@@ -93,6 +93,7 @@ ROWS = {
     "give an array, ops.asarray({}, 'float32')": lambda: PoisonOps().abs(
         PoisonOps().asarray(1.0, "float32")
     ),
+    "Write ops.cast(x, {})": "tests/core/test_own_methods.py::test_what_memory_holds_after_a_step_is_what_it_held_before",
     "pass watched=False": lambda: Reduce(
         (np.ones(2),), donated=(False,), watched=False, groups=((0, 1), (2, 3))
     ),

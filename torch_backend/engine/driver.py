@@ -19,7 +19,6 @@ from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.protocol import reduce_max
-from gradwire.core.protocol.settings import settings_of
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.text.name_patterns import chosen
 from gradwire.torch_backend.cpu.compiled import loops_for
@@ -93,7 +92,7 @@ class Driver(GradientStep):
         self._capturable = capturable(device)
         replicas = self.process_group.size()
         self._dry = dry_run(algorithm, self.specs, replicas)
-        self.settings = Settings(self._asks(settings_of(self._dry.requests)), device)
+        self.settings = Settings(self._asks(self._dry.settings), device)
         self._remembered = frozenset(self._dry.memory.tensors)
         state = factors_side_by_side(
             algorithm.init(self.ops, self.specs), apart=algorithm.per_replica

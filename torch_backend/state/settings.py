@@ -11,7 +11,7 @@ from torch import Tensor
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
-from gradwire.core.protocol.settings import require_settings, settings_of
+from gradwire.core.protocol.settings import require_settings
 
 
 class Settings(dict[str, Tensor]):
@@ -28,6 +28,7 @@ class Settings(dict[str, Tensor]):
         #: Of which the loop has said something: the others are as the algorithm has them by
         #: default.
         self.said: set[str] = set()
+        self._device = device
         for name, x in asked.items():
             self[name] = torch.tensor(x, dtype=torch.float32, device=device)
 
@@ -37,7 +38,10 @@ class Settings(dict[str, Tensor]):
         require_settings(algorithm, given, self)
         numbers = {name: float(value) for name, value in given.items()}
         for name, number in numbers.items():
-            self[name].fill_(number)
+            if name in self:
+                self[name].fill_(number)
+            else:  # of what nobody can look into
+                self[name] = torch.tensor(number, dtype=torch.float32, device=self._device)
         self.said.update(numbers)
 
     def continue_from(self, other: Settings) -> None:
@@ -52,4 +56,4 @@ def asked_by(
 ) -> dict[str, float]:
     """The settings that an algorithm asks for, with their defaults. Raises ValueError for one with
     two defaults."""
-    return {} if algorithm is None else settings_of(dry_run(algorithm, specs, replicas).requests)
+    return {} if algorithm is None else dry_run(algorithm, specs, replicas).settings

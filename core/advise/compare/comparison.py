@@ -182,8 +182,8 @@ class Comparison:
                 found[name_of(algorithm)] = LossDifference(verdict.difference, verdict.bound, rate)
         if not found and not self.algorithms:
             raise ValueError(
-                "it has no method that is known here: give those of your own by --algorithm"
-                " module:Class(…)"
+                "it has no method that is known here: give the method itself, on the command line"
+                " by --algorithm module:Class(…)"
             )
         if not found:
             raise ValueError(
