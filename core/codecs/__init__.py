@@ -43,7 +43,7 @@ def register_codec(name: str) -> Callable[[type[C]], type[C]]:
 
     Raises:
         TypeError: what is decorated is no class of codecs, or has abstract methods left.
-        ValueError: another codec has the name.
+        ValueError: another codec has the name, or codes have other than 1 to 8 bits.
     """
 
     def register(cls: type[C]) -> type[C]:
@@ -61,7 +61,11 @@ def register_codec(name: str) -> Callable[[type[C]], type[C]]:
                 f"register_codec({name!r}): {type(known).__qualname__} has this name; take"
                 " another one"
             )
-        CODECS[name] = cls()
+        made = cls()
+        bits = getattr(made, "bits", 8)
+        if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8:
+            raise ValueError(f"register_codec({name!r}): bits={bits!r}; codes have 1 to 8 bits")
+        CODECS[name] = made
         return cls
 
     return register

@@ -126,6 +126,9 @@ def test_what_is_no_codec_and_a_name_that_is_taken_are_refused(registered):
         register_codec("int5")(dict)
     with pytest.raises(TypeError, match="abstract"):
         register_codec("int5")(Codec)
+    for bits in (0, 9, 3.0):
+        with pytest.raises(ValueError, match=rf"bits={bits}; codes have 1 to 8 bits"):
+            register_codec("int5")(type("Wide", (ThreeBits,), {"bits": bits}))
     assert "int5" not in CODECS
     with pytest.raises(ValueError, match="'int5'"):
         Quantize("int5")

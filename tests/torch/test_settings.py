@@ -38,8 +38,15 @@ pytestmark = pytest.mark.usefixtures("alone")
 LOSS = loss_on(40)
 
 
+class Unseen(Scaling):
+    """Of which nobody knows what it asks for."""
+
+    portable = False
+
+
 WRAPPED = [
     Scaling(),
+    Unseen(),
     WireDtype(Scaling(), "float32"),
     TwoLevel(Scaling(), within=1),
     Weighted(Scaling()),
