@@ -11,7 +11,7 @@ likes, and nothing in it may look at a clock. `jax.profiler` shows them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ import numpy as np
 from gradwire.core.algorithms.compressor import ERROR
 from gradwire.jax_backend.axes.mapped_axis import AxisName
 from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes
+from gradwire.jax_backend.checks import scalar_weight
 from gradwire.jax_backend.state.names import flatten, pure
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import survey
@@ -103,7 +104,7 @@ class RelativeError(NamedTuple):
 
 
 def relative_error(
-    gradients: Any, averages: Any, state: Any, *, axis_name: AxisName
+    gradients: Any, averages: Any, state: Any, *, axis_name: AxisName, weight: Any = None
 ) -> RelativeError:
     """How well the algorithm does with the gradients of a step: on request, since it costs a full
     average. Inside the map.
@@ -121,9 +122,13 @@ def relative_error(
         averages: what `update` of the transformation itself returned, and not that of a chain.
         state: the state before that update, in local form.
         axis_name: that of the transformation.
+        weight: this replica's, as it was given to `update`: the mean counts replicas by it. None:
+            all count alike.
 
     Raises:
-        ValueError: there is not one state of `average_gradients` in `state`.
+        TypeError: `weight` is no number.
+        ValueError: there is not one state of `average_gradients` in `state`, or `weight` is
+            negative, or out of range.
     """
     states = [each for each in _states(state) if isinstance(each, DataParallelState)]
     if len(states) != 1:
@@ -136,16 +141,29 @@ def relative_error(
         for name, error in flatten(states[0].local.per_replica.get(ERROR, {})).leaves.items()
     }
     given, structure = flatten(gradients).leaves.items(), jax.tree.structure(pure(gradients))
+    mean_of = _mean_over(axis_name, weight)
     differences, norms = [], []
     for (name, gradient), average in zip(given, jax.tree.leaves(pure(averages)), strict=True):
-        mean: jax.Array = jax.lax.pmean(
-            gradient.astype(jnp.float32) + errors.get(name, 0), axis_name
-        )  # type: ignore[no-untyped-call]
+        mean = mean_of(gradient.astype(jnp.float32) + errors.get(name, 0))
         differences.append(jnp.square(average.astype(jnp.float32) - mean).sum())
         norms.append(jnp.square(mean).sum())
     by_parameter = [_ratio(*pair) for pair in zip(differences, norms, strict=True)]
     return RelativeError(
         _ratio(sum(differences), sum(norms)), jax.tree.unflatten(structure, by_parameter)
+    )
+
+
+def _mean_over(axis_name: AxisName, weight: Any) -> Callable[[jax.Array], jax.Array]:
+    """The mean over the replicas, by the weight of each if there is one: an absent replica may hold
+    anything, NaN too."""
+    if weight is None:
+        return lambda x: jax.lax.pmean(x, axis_name)  # type: ignore[no-untyped-call]
+    own = scalar_weight(weight)
+    # Sums of weights near the ends of their range would leave that of float32.
+    own = own / jax.lax.pmax(own, axis_name)  # type: ignore[no-untyped-call]
+    total = jax.lax.psum(own, axis_name)  # type: ignore[no-untyped-call]
+    return lambda x: (
+        jax.lax.psum(jnp.where(own == 0, 0, own * x), axis_name) / total  # type: ignore[no-untyped-call]
     )
 
 

@@ -24,7 +24,7 @@ from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import DryRun, dry_run
 from gradwire.core.plan.traffic import LevelBytes
 from gradwire.core.protocol.groups import UnknownWorldSize
-from gradwire.core.protocol.settings import require_settings, settings_of, with_settings
+from gradwire.core.protocol.settings import require_settings, with_settings
 from gradwire.core.protocol.weights import weight_of
 from gradwire.jax_backend.axes.auto_axes import left_to_the_compiler, lying_alike, whole_memory
 from gradwire.jax_backend.axes.mapped_axis import (
@@ -299,6 +299,8 @@ class _Averaging:
         warn_of_gathers(self.axis_name)
         gradients = self._checked(updates, state, params)
         arrays = {name: jnp.asarray(g) for name, g in gradients.leaves.items()}
+        recount = _other_dtypes(updates, arrays, params)
+        dense_bytes = sum(s.nbytes for s in specs_of(arrays).values())
         state = self._own(state)
         before, step = unpack(state), agreed(state.step, self.axis_name)
         before.shared = agreed(before.shared, self.axis_name)
@@ -308,9 +310,7 @@ class _Averaging:
         if weight is not None:
             algorithm, weight = weighted(algorithm), scalar_weight(weight)
         if settings:
-            asked = settings_of(
-                dry_run(algorithm, specs_of(arrays), lax.axis_size(self.axis_name)).requests
-            )
+            asked = dry_run(algorithm, specs_of(arrays), lax.axis_size(self.axis_name)).settings
             require_settings(self.algorithm, settings, asked)
         values = {name: weight_of(OPS, value) for name, value in (settings or {}).items()}
         given = arrays, mine.shared, mine.tensors
@@ -318,14 +318,16 @@ class _Averaging:
             partial(self._exchange, algorithm), *given, step, weight, values, like=(*given, None)
         )
         after = repack(state, State(shared, tensors), finite)
-        if after.account is not None and state.record is not None and state.record.unsaid:
+        unsaid = state.record is not None and state.record.unsaid
+        if after.account is not None and (unsaid or recount):
             abstract = mine.map(lambda x: AbstractArray(tuple(x.shape), x.dtype.name))
             sent = DryRun(
                 algorithm, specs_of(arrays), lax.axis_size(self.axis_name), abstract
             ).stages
-            after = after._replace(
-                account=after.account._replace(sent=jnp.asarray(sent, jnp.float32))
-            )
+            account = after.account._replace(sent=jnp.asarray(sent, jnp.float32))
+            if recount:
+                account = account._replace(dense_bytes=jnp.asarray(dense_bytes, jnp.float32))
+            after = after._replace(account=account)
         return gradients.rebuild(averages), after
 
     def _checked(
@@ -373,6 +375,20 @@ class _Averaging:
         return state._replace(
             local=PerReplica(vary_if_tracked(state.local.per_replica, self.axis_name))
         )
+
+
+def _other_dtypes(
+    updates: optax.Updates, arrays: Mapping[str, jax.Array], params: optax.Params | None
+) -> bool:
+    """Whether all parameters have gradients, and some of another dtype than the parameter, by which
+    `init` counts bytes. Without `params` float32 is taken for it. The state may have been counted
+    right before: to count once more then changes nothing."""
+    if params is None:
+        if any(x is None for x in jax.tree.leaves(updates, is_leaf=lambda x: x is None)):
+            return False
+        return any(x.dtype != jnp.float32 for x in arrays.values())
+    dtypes = {n: x.dtype for n, x in flatten(params).leaves.items() if hasattr(x, "dtype")}
+    return dtypes.keys() <= arrays.keys() and any(arrays[n].dtype != dtypes[n] for n in dtypes)
 
 
 def _sent(

@@ -72,6 +72,13 @@ MOST = 3
 ASKED, LATE = 4, 1
 #: Of a compiled step: it is, it is not yet, and it never will be.
 READY, WAITING, FAILED = 0.0, 1.0, 2.0
+#: What JAX raises where numbers of an array are asked for that has shapes alone.
+NUMBERS_ASKED = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerBoolConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 class AutoStep:
@@ -284,7 +291,7 @@ class AutoStep:
 
     def _built_in_shapes(self, number: int) -> tuple[Any, Any]:
         """The same, with a state in shapes, unless an array that `build` has made is a part of the
-        step."""
+        step, or `build` looks at numbers."""
         steps: list[Any] = []
 
         def shapes() -> Any:
@@ -295,6 +302,8 @@ class AutoStep:
         try:
             with jax.checking_leaks():
                 return jax.eval_shape(shapes), steps[-1]
+        except NUMBERS_ASKED:
+            pass
         except Exception as error:
             if not str(error).startswith("Leaked trace"):
                 raise

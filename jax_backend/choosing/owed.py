@@ -112,13 +112,16 @@ def continued(old: OwedState, new: OwedState) -> OwedState:
     )
 
 
-def _is_sent(averages: Any, weight: Any) -> jax.Array:
+def _is_sent(averages: Any, weight: Any) -> jax.Array | bool:
     """Whether what this replica has added to its gradients is in averages that the optimizer takes.
 
     Plain averages do not count steps that are not finite; any of them says so on all replicas.
     Parts of a parameter that is divided over another axis have to decide alike.
     """
-    finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(averages)]).all()
+    leaves = jax.tree.leaves(averages)
+    if not leaves:
+        return False
+    finite = jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
     if others := tuple(sorted(varying_axes(finite))):
         finite = lax.psum((~finite).astype(jnp.int32), others) == 0  # type: ignore[no-untyped-call]
     return finite if weight is None else finite & (jnp.asarray(weight).reshape(()) > 0)

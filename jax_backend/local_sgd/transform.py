@@ -42,7 +42,7 @@ from gradwire.core.plan.advice import warn, warn_of_few_rounds
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.plan.local_sgd import local_stages, stage_starts
 from gradwire.core.plan.traffic import LevelBytes
-from gradwire.core.protocol.settings import require_settings, settings_of, with_settings
+from gradwire.core.protocol.settings import require_settings, with_settings
 from gradwire.core.protocol.weights import weight_of
 from gradwire.core.text.options import OWN_CHECK, AtLeast1, checked
 from gradwire.core.text.wording import some
@@ -630,9 +630,8 @@ class _Halves:
         if settings:
             asked: Mapping[str, float] = {}
             if local.compressor is not None:
-                asked = settings_of(
-                    dry_run(local.compressor, local.kept(specs_of(named.leaves)), replicas).requests
-                )
+                specs = local.kept(specs_of(named.leaves))
+                asked = dry_run(local.compressor, specs, replicas).settings
             require_settings(self.local, settings, asked)
         return {name: weight_of(OPS, value) for name, value in settings.items()}
 

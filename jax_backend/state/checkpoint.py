@@ -4,6 +4,7 @@ share."""
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,6 +20,7 @@ from gradwire.core.state import checkpoint
 from gradwire.core.text.options import OWN_CHECK, Replicas, checked
 from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes, with_axes_like
 from gradwire.jax_backend.axes.two_levels import nodes_of
+from gradwire.jax_backend.checks import configuration_of
 from gradwire.jax_backend.engine.barrier import await_processes
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import Keys, Leaf, survey
@@ -154,11 +156,12 @@ def to_portable(
         errors: "mean" keeps one copy of the compression error, "all" that of every replica.
 
     Raises:
-        ValueError: `errors` is none of these, or the state is in pmap form or no such state: of a
-            chain, give the part.
+        ValueError: `errors` is none of these, or the state is of another algorithm, or in pmap form
+            or no such state: of a chain, give the part.
         RuntimeError: see `distribute`.
     """
     _require_ours(state)
+    _require_configuration("state", state, algorithm)
     survey(state).refuse_pmap_form()
     note_skipped_steps(state)
     await_processes("to_portable", state)
@@ -217,7 +220,8 @@ def from_portable(
         A state in global form, for `replicate` and `distribute`.
 
     Raises:
-        ValueError: it is no portable state, or does not fit, said how.
+        ValueError: it is no portable state, or does not fit, said how; or `like` is of another
+            algorithm.
     """
     nodes = nodes_of(algorithm, like.record.axis_name, replicas)
     checkpoint.require_kind(state, "compressor", (*checkpoint.COMMON, "replicas", "local"))
@@ -228,6 +232,7 @@ def from_portable(
     loaded, difference = checkpoint.fit(one, repr(without_levels(algorithm)), _of_one_replica(like))
     if difference and strict:
         raise ValueError(f"{difference}. Load it with strict=False to keep what fits")
+    _require_configuration("like", like, algorithm)
     if difference:
         taken = sorted({key for memory in loaded.tensors.values() for key in memory})
         logger.warning(
@@ -303,6 +308,22 @@ def _require_ours(state: Any) -> None:
         f" transformation,{inside}".rstrip(",")
         + of_nnx
     )
+
+
+def _require_configuration(what: str, state: DataParallelState, algorithm: Algorithm) -> None:
+    """Raise ValueError for a state of other options than the algorithm's. Two levels are compared
+    as one: memory does not depend on them."""
+    own = [_of_one_level(each) for each in state.configuration]
+    if _of_one_level(configuration_of(algorithm)) not in own:
+        raise ValueError(
+            f"algorithm={algorithm!r}, but {what} is of {', '.join(state.configuration)}. Both must"
+            " be of one algorithm, the one that was given to average_gradients"
+        )
+
+
+def _of_one_level(configuration: str) -> str:
+    """What `configuration_of` says of an algorithm, without two levels around it."""
+    return re.sub(r"^TwoLevel\(algorithm=(.*?)(, within=.*)?\)$", r"\1", configuration)
 
 
 def _weights(leaf: Leaf, arrays: Mapping[Keys, Any]) -> Any:

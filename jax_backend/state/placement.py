@@ -71,11 +71,11 @@ def partition_specs(state: Any, axis_name: AxisName) -> Any:
         A tree of the same structure: `P(axis_name)` for what is per replica, `P()` for the rest.
 
     Raises:
-        ValueError: the transformation is inside `optax.apply_if_finite` or
-            `optax.contrib.mechanize`, or inside `optax.MultiSteps`, whose accumulated gradients
-            differ between replicas and have no axis for them; or it is one of local SGD, and not
-            all of the state is marked by `stack_replicas`. Or it belongs to replicas along another
-            axis, or is in pmap form.
+        ValueError: the transformation is inside `optax.apply_if_finite`,
+            `optax.contrib.mechanize` or `optax.conditionally_transform`, or inside
+            `optax.MultiSteps`, whose accumulated gradients differ between replicas and have no axis
+            for them; or it is one of local SGD, and not all of the state is marked by
+            `stack_replicas`. Or it belongs to replicas along another axis, or is in pmap form.
 
     Warns of an `optax.chain` in which moments precede what averages gradients, or in which a mask
     leaves gradients to nobody.
@@ -92,6 +92,7 @@ def _require_sound(found: Survey, axis_name: AxisName | None) -> None:
     array has an axis for the replicas."""
     found.refuse_skipped_steps()
     found.refuse_tuned_outside()
+    found.refuse_conditional()
     if axis_name is not None:
         found.refuse_accumulated()
         found.refuse_other_axis(axis_name)

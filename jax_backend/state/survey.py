@@ -109,6 +109,7 @@ class Survey:
         records: of our transformations.
         chains: of optax that hold one of ours.
         mixtures: the states of `optax.multi_transform`.
+        conditional: those of `optax.conditionally_transform`.
         layouts: of sharded optimizers' states, by the path of each.
     """
 
@@ -118,6 +119,7 @@ class Survey:
     records: list[Record] = field(default_factory=list)
     chains: list[tuple[Any, ...]] = field(default_factory=list)
     mixtures: list[Any] = field(default_factory=list)
+    conditional: list[Any] = field(default_factory=list)
     layouts: dict[Keys, str] = field(default_factory=dict)
 
     def map(self, change: Callable[[Leaf], Any]) -> Any:
@@ -173,6 +175,19 @@ class Survey:
                 " another way on each replica. Put it behind: optax.chain(power_sgd(...),"
                 " optax.contrib.mechanize(optimizer))"
             )
+
+    def refuse_conditional(self) -> None:
+        """Raise ValueError for a transformation inside `optax.conditionally_transform`, which hands
+        on gradients as they came in the steps that it leaves out."""
+        for outer in self.conditional:
+            for memory in survey(outer).marks[:1]:
+                raise ValueError(
+                    f"the transformation with the memory {'.'.join(memory)} is inside"
+                    " optax.conditionally_transform, which hands on each replica's own gradients"
+                    " where its predicate is False: replicas drift apart. Put it before:"
+                    " optax.chain(power_sgd(...), optax.conditionally_transform(optimizer, ...));"
+                    " its start_step= begins compression late"
+                )
 
     def refuse_accumulated(self, *, half: bool = False) -> None:
         """Raise ValueError for a transformation inside `optax.MultiSteps`; `half`: only if that has
@@ -436,6 +451,8 @@ def survey(state: Any) -> Survey:
         def stops(x: Any) -> bool:
             if type(x).__name__ in ("PartitionState", "MultiTransformState"):
                 found.mixtures.append(x)
+            if type(x).__name__ == "ConditionallyTransformState":
+                found.conditional.append(x)
             if type(x) is tuple and any(map(_is_ours, x)):
                 found.chains.append(x)
             return x is not tree and (

@@ -62,9 +62,9 @@ def pack(
         shared=state.shared,
         # `optax.tree.map_params` looks in the state for the very tree that it gave to `init`. One
         # without parameters has no memory to name: where the algorithm cannot either, it stands
-        # here itself.
+        # here itself, in a tuple: a mapping would be read as memories by name.
         memory=(
-            pure(params)
+            (pure(params),)
             if not named.leaves and memories is None
             else {key: tree(key) for key in sorted(keys - per_replica)}
         ),

@@ -358,6 +358,23 @@ def test_arrays_that_build_makes_may_be_a_part_of_the_step(tmp_path, monkeypatch
         assert auto.method == name_of(METHODS[step])
 
 
+def test_build_may_look_at_numbers(monkeypatch):
+    monkeypatch.setattr(auto_step, "methods_of", lambda *given: METHODS)
+
+    def build(average):
+        params = jax.tree.map(lambda x: x + 1, PARAMS)
+        tx = optax.chain(average, optax.sgd(0.1 / float(optax.tree.norm(params))))
+        state = params, tx.init(params)
+
+        def train_step(state, x):
+            updates, opt_state = tx.update(state[0], state[1])
+            return optax.apply_updates(state[0], updates), opt_state
+
+        return state, jax.pmap(train_step, axis_name=AXIS)
+
+    AutoStep(Auto(loss="5%"), build, axis_name=AXIS)
+
+
 def test_a_state_of_numpy_arrays_and_arguments_that_are_no_arrays(tmp_path, monkeypatch):
     """As `flax.serialization` restores it; and a static argument, a word, of a step."""
     monkeypatch.setattr(auto_step, "methods_of", lambda *given: METHODS)
@@ -410,6 +427,15 @@ def test_a_run_that_goes_back_writes_so(tmp_path, monkeypatch):
     assert [c[:2] for c in auto.choices] == [(0, 0)]
     lines = Decisions(METHODS[:2], path.read_text())
     assert [lines.at(step) for step in range(60)] == [0] * 60
+
+
+def test_what_is_owed_stays_where_nothing_has_a_gradient():
+    params = {"w": jnp.ones((64, 64))}
+    tx = with_owed(average_gradients(AllReduce(), axis_name=AXIS), lambda: ["w"])
+    state = tx.init(params)
+    state = state._replace(owed=jax.tree.map(jnp.ones_like, state.owed))
+    step = jax.vmap(lambda _: tx.update({"w": None}, state)[1].owed, axis_name=AXIS)
+    assert step(jnp.zeros(2)).per_replica["w"].all()
 
 
 def test_what_is_owed_stays_where_a_replica_counts_for_nothing():

@@ -60,6 +60,7 @@ def diloco(period=4, **options):
 TX, MEAN, LOCAL, CLIP = power(), gw.all_reduce_mean(axis_name=AXIS), local(), gw.clip_by_global_norm
 AVERAGED = sharded(averaged=True)
 FINITE = partial(optax.apply_if_finite, max_consecutive_errors=3)
+LATE = partial(optax.conditionally_transform, should_transform_fn=lambda step: step >= 2)
 SEVERAL = partial(optax.MultiSteps, every_k_schedule=2)
 SKIPPING = partial(SEVERAL, should_skip_update_fn=optax.transforms.skip_not_finite)
 #: Transformations without any memory.
@@ -476,6 +477,11 @@ IN_A_STEP = [
       for chain, part in (((TX.init(PARAMS), ()), "state[0]"), ({"opt": ((), TX.init(PARAMS))}, "state['opt'][1]"))),
     *((lambda change=change: gw.from_portable(PORTABLE | change, PowerSGD(2), TX.init(PARAMS), replicas=4), ValueError, said)
       for said, change in DAMAGED.items()),
+    *((lambda state=state: gw.to_portable(state.init(PARAMS), PowerSGD(4)), ValueError, "algorithm=PowerSGD(rank=4)", of)
+      for state, of in ((TX, "state is of PowerSGD(rank=2)"), (MEAN, "state is of AllReduce()"),
+                        (IN_ICI, "state is of TwoLevel(algorithm=PowerSGD(rank=2), within='ici')"))),
+    (lambda: gw.from_portable(PORTABLE, PowerSGD(2), power(seed=3).init(PARAMS), replicas=4), ValueError,
+     "algorithm=PowerSGD(rank=2)", "like is of PowerSGD(rank=2, seed=3)"),
     # As a pickle of four fields of it comes back.
     (lambda: gw.to_portable({"step": 1, "shared": {}}, PowerSGD(2)), ValueError, "state is a dict"),
     *((lambda n=n: gw.relative_error(PARAMS, PARAMS, (TX.init(PARAMS),) * n, axis_name=AXIS), ValueError, "state",
@@ -540,6 +546,8 @@ PLACED_WRONGLY = [
       for tx in (TX, MEAN)),
     (lambda: gw.partition_specs(optax.contrib.mechanize(optax.chain(TX, ADAM)).init(PARAMS), AXIS), ValueError,
      "local.per_replica", "mechanize"),
+    *((put, ValueError, "optax.conditionally_transform", "start_step=")
+      for tx in (TX, optax.chain(MEAN, ADAM), sharded(ADAM)) for put in laid_out(lambda tx=tx: LATE(tx).init(PARAMS))),
     *((lambda tx=tx: gw.replicate(SKIPPING(tx).init(PARAMS)), ValueError, "optax", "should_skip_upd") for tx in BARE),
     *((lambda tx=tx, see=see: see(jax.pmap(lambda _: tx.init(PARAMS), AXIS)(np.zeros(4))), ValueError, "optax", said)
       for see in (gw.stats, gw.unreplicate)
@@ -713,6 +721,11 @@ ACCEPTED = [
     # of parameters that the loss does not use
     given(TX, lambda p, x: jax.tree.map(lambda g: 0 * g, varying(p))),
     lambda: gw.replicate(optax.chain(TX, FINITE(ADAM)).init(PARAMS)),
+    lambda: gw.replicate(optax.chain(TX, LATE(ADAM)).init(PARAMS)),
+    *(
+        lambda algorithm=algorithm: gw.to_portable(IN_ICI.init(PARAMS), algorithm)
+        for algorithm in (PowerSGD(2), TwoLevel(PowerSGD(2), 2))
+    ),
     lambda: gw.partition_specs(sharded(SEVERAL(ADAM)).init(PARAMS), AXIS),
     lambda: gw.partition_specs(optax.chain(TX, SEVERAL(ADAM)).init(PARAMS), AXIS),
     lambda: kept(SEVERAL(TX).init(PARAMS)),

@@ -147,6 +147,56 @@ def test_what_torch_has_too_is_called_the_same():
     }
 
 
+@pytest.mark.parametrize("given", [True, False], ids=["params", "no params"])
+def test_bytes_are_those_of_gradients_narrower_than_their_parameters(given):
+    """But not those of a step in which a parameter has none."""
+    tx = gw.all_reduce_mean(axis_name=AXIS)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    step = jax.jit(
+        jax.vmap(
+            lambda g, s: tx.update(g, s, PARAMS if given else None)[1],
+            (None, None),
+            None,
+            axis_name=AXIS,
+            axis_size=2,
+        )
+    )
+    dense = gradwire.plan(SHAPES, AllReduce()).dense_bytes
+    before = tx.init(PARAMS)
+    for updates, nbytes in ((PARAMS, dense), (half | {"w": None}, dense), (half, dense / 2)):
+        after = step(updates, before)
+        assert jax.tree.structure(after) == jax.tree.structure(before)
+        found = gw.stats(after)
+        assert (found.wire_bytes, found.bytes_sent, found.dense_bytes) == (nbytes,) * 3
+
+
+def test_averages_by_weight_are_compared_with_weighted_means():
+    """Also where an absent replica holds NaN."""
+    weights = jnp.array([3.0, 0.0, 1e-3, 1.0])
+    tx = gw.average_gradients(PowerSGD(2), axis_name=AXIS)
+    rng = np.random.default_rng(0)
+    given = {
+        "w": rng.standard_normal((4, 32, 24)).astype(np.float32),
+        "b": rng.standard_normal((4, 24)).astype(np.float32),
+    }
+    errors = 0.1 * rng.standard_normal((4, 1, 32, 24)).astype(np.float32)
+    given["w"][1] = given["b"][1] = np.nan
+    state = tx.init(jax.tree.map(lambda x: x[0], given))
+
+    def error_of(g, weight, error):
+        own = state._replace(local=gw.PerReplica({"error": {"w": error, "b": optax.MaskedNode()}}))
+        averages, _ = tx.update(g, own, weight=weight)
+        return averages, gw.relative_error(g, averages, own, axis_name=AXIS, weight=weight)
+
+    averages, found = jax.jit(jax.vmap(error_of, axis_name=AXIS))(given, weights, errors)
+    share = np.asarray(weights, np.float64) / weights.sum()
+    mean = np.tensordot(share, np.nan_to_num(given["w"]) + errors[:, 0], 1)
+    off = np.linalg.norm(averages["w"][0] - mean) / np.linalg.norm(mean)
+    assert np.allclose(found.by_parameter["w"], off, rtol=1e-4)
+    assert (found.by_parameter["b"] < 1e-6).all()
+    assert 0.1 < off < 1
+
+
 @pytest.mark.parametrize("algorithm", [PowerSGD(2), PowerSGD(2, error_feedback=False)], ids=repr)
 def test_averages_are_compared_with_those_of_what_went_in(algorithm):
     tx = gw.average_gradients(algorithm, axis_name=AXIS)

@@ -411,6 +411,29 @@ def test_one_vector_is_not_compressed():
         optax.flatten(all_reduce_mean(axis_name=AXIS)).init(PARAMS)
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.multi_transform(
+            {"a": TX, "b": all_reduce_mean(axis_name=AXIS)}, {"w": "a", "b": "a"}
+        ),
+        optax.chain(
+            optax.masked(TX, dict.fromkeys(PARAMS, True)),
+            optax.masked(all_reduce_mean(axis_name=AXIS), dict.fromkeys(PARAMS, False)),
+        ),
+    ],
+    ids=["multi_transform", "masked"],
+)
+def test_a_part_that_no_parameter_is_in(tx):
+    updates, state = trace(tx, PARAMS)
+    assert types(updates) == types(PARAMS)
+    made = tx.init(PARAMS)
+    assert jax.tree.structure(state) == jax.tree.structure(made)
+    assert jax.tree.structure(optax.tree.map_params(tx, lambda x: x, made)) == jax.tree.structure(
+        made
+    )
+
+
 # What the state of a chain tells.
 
 MASK = {"w": True, "b": False}
