@@ -35,6 +35,7 @@ from gradwire import (
 from gradwire.torch_backend import elastic
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from tests.torch.asked import Scaling
+from tests.torch.compare import same_bits
 from tests.torch.defaults import other_defaults
 from tests.torch.optimizers import ScheduleFree
 
@@ -333,6 +334,39 @@ def test_layers_that_are_thawed_are_refused(what):
             optimizer.step()
 
 
+@pytest.mark.parametrize("what", [AllReduce(), PowerSGD(1, min_compression_rate=1)], ids=repr)
+def test_layers_that_are_frozen_later_stay_as_they_are(what):
+    """The optimizer would decay them, and moments would move them. A newcomer freezes them too."""
+    model, _ = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+
+    def step():
+        for name, p in model.named_parameters():
+            p.grad = drawn(0, 0)[name] if p.requires_grad else None
+        optimizer.step()
+
+    def seen():
+        memory = handle.state_dict()["tensors"].get("a.weight", {})
+        return model["a"].weight.detach().clone(), dict(memory)
+
+    with site(1) as here:
+        handle = elastic(model, optimizer, what, here.manager("replica"))
+        step()
+        model["a"].requires_grad_(False)
+        before, other = seen(), numbers(model["b"].state_dict())
+        step()
+        assert same_bits(seen(), before)
+        assert model["a"].weight.grad is None
+        assert not numbers(model["b"].state_dict()).equal(other)
+        given = handle._give()
+        model["a"].requires_grad_(True)
+        handle._receive(given)
+        assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
+        model["a"].requires_grad_(True)
+        step()
+        assert not seen()[0].equal(before[0])
+
+
 def vote_against(manager, now):
     """Whenever a replica is asked for its vote, and it is `now`."""
     vote = manager.should_commit
@@ -554,6 +588,34 @@ def test_a_run_goes_on_from_the_state_of_a_replica():
         for _ in range(4, 9):
             again.step()
     assert numbers(first.handle.state_dict()).equal(numbers(again.handle.state_dict()))
+
+
+@pytest.mark.parametrize("what", [diloco(4, overlap=2), diloco(2, eager=True)], ids=repr)
+def test_a_state_is_loaded_while_a_message_is_on_its_way_as_before_the_first(what):
+    """The message of the memory before is dropped; where the state is refused, it stays."""
+    with site(1) as here:
+        saved = Replica(here, 0, what)
+        for _ in range(10):
+            saved.step()
+        state, weights = saved.handle.state_dict(), saved.weights()
+    after = []
+    for steps in (0, 5):
+        with site(1) as here:
+            replica = Replica(here, 0, what)
+            handle = replica.handle
+            for _ in range(steps):
+                replica.step()
+            on_its_way = handle._left
+            assert (on_its_way is not None) == (steps > 0)
+            with pytest.raises(ValueError, match=r"parameters 'a\.bias'.*only here"):
+                handle.load_state_dict({**state, "tensors": {}})
+            assert handle._left is on_its_way
+            replica.model.load_state_dict(weights)
+            handle.load_state_dict(state)
+            for _ in range(7):
+                replica.step()
+            after.append([replica.weights(), handle.state_dict()["tensors"]])
+    assert same_bits(*after)
 
 
 def test_parts_are_exchanged_on_a_device_too():

@@ -62,6 +62,10 @@ def whole(model):
     }
 
 
+def gradients_of(model):
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
 def errors(state):
     """Of whole parameters, from a portable state."""
 
@@ -184,6 +188,46 @@ def test_a_run_goes_on_bit_for_bit_on_as_many_ranks(world, algorithm):
         f"the state is that of rank={1 - replica}, replicas=2, shard={shard}, shards=2, with"
         in words
     )
+
+
+#: (replicas, shards, axis) of the run that saves, and of the one that loads.
+AGAIN = {
+    "shards in which it is large": ((1, 4, 0), (2, 2, 0)),
+    "one shard": ((1, 4, 0), (4, 1, 0)),
+    "columns in place of rows": ((2, 2, 0), (2, 2, 1)),
+    "rows in place of columns": ((2, 2, 1), (2, 2, 0)),
+}
+
+
+@cases.each(AGAIN, slow=["shards in which it is large", "columns in place of rows"])
+def test_a_run_goes_on_where_a_block_was_not_compressed_and_along_another_axis(world, how):
+    """From the mean, also where each of as many ranks has saved its own."""
+
+    def placed(replicas, shards, axis):
+        mesh = mesh_of(replicas, shards)
+        where = lambda p: Shard(axis if p.ndim > 1 else 0)  # noqa: E731
+        model = sharded_mlp((16, 32, 10, 6), mesh["shard"], shard_placement_fn=where)
+        return model, compress_replicas(model, ALGORITHM, mesh["replicate"])
+
+    def mean_errors(handle):
+        state, held = handle.state_dict(), handle._driver.layout.held
+        return {n: kept["error"].full_tensor() for n, kept in state["sharded"].items() if n in held}
+
+    loss, folder = loss_on(16, batch=8), world.folder / f"again {how}"
+    model, handle = placed(*how[0])
+    for step in range(2):
+        loss(model, world.rank, step).backward()
+    before = mean_errors(handle)
+    assert all(error.any() for name, error in before.items() if name != "4.weight")
+    parts = {"whole": handle, "parts": handle.sharded_state}
+    dcp.save(parts, checkpoint_id=folder)
+    for part in parts:
+        other, its = placed(*how[1])
+        dcp.load({part: its if part == "whole" else its.sharded_state}, checkpoint_id=folder)
+        assert its.stats().steps == 2
+        assert same_bits(mean_errors(its), before)
+        loss(other, world.rank, 2).backward()
+        assert world.agree(gradients_of(other))
 
 
 @cases.case(slow=True)

@@ -130,6 +130,26 @@ def test_memory_follows_the_loss_scale(world):
     assert relative(errors(unscaled[1]), errors(until_four[1])) < 1e-10
 
 
+@cases.case
+def test_errors_that_are_not_loaded_follow_the_loss_scale_by_themselves(world):
+    """The state is of a quarter of the scale, and lacks one parameter; the scale has doubled."""
+    scaler = scaler_of(SCALE)
+    scaler.scale(torch.ones(1))
+    ddp, handle = hooked(mlp(*WIDTHS), PowerSGD(2), world.group, grad_scaler=scaler)
+    LOSS(ddp, world.rank, 0).backward()
+    before = handle.rank_state_dict()
+    kept, *loaded = before["tensors"]
+    state = {**before, "scale": SCALE / 4, "tensors": dict(before["tensors"])}
+    del state["tensors"][kept]
+    scaler.update(2 * SCALE)
+    assert handle.load_state_dict(state, strict=False).added == (kept,)
+    after = handle.rank_state_dict()["tensors"]
+    for name, times in {kept: 2, **dict.fromkeys(loaded, 8)}.items():
+        error = before["tensors"][name]["error"]
+        assert error.any()
+        assert after[name]["error"].equal(times * error)
+
+
 @pytest.mark.slow
 def test_states_live_in_files_without_pickle(alone, tmp_path):
     ddp, handle = hooked(mlp(*WIDTHS), PowerSGD(2, half_step=True), alone)

@@ -93,7 +93,9 @@ def recut(
             continue
         exact = _named(theirs, wanted)
         if exact is not None and (
-            len(theirs) == 1 or ours is None or ours.keys() <= {key for _, key in exact}
+            (len(theirs) == 1 and wanted is None)
+            or ours is None
+            or ours.keys() <= {key for _, key in exact}
         ):
             _put(found, parameter, exact)
         elif theirs and ours is not None:
@@ -152,7 +154,7 @@ def _cut(
         place = sections.get(key, "local" if key in per_replica else "tensors"), key
         if place in exact:
             cut[place] = exact[place]
-        elif _lies_as_its_parameter(blocks, place, wanted):
+        elif _lies_as_its_parameter(blocks, place, wanted, here):
             if (part := _assembled(blocks, wanted, place, here.shape)) is not None:
                 cut[place] = part
         elif place[0] == "tensors":
@@ -163,10 +165,10 @@ def _cut(
 
 
 def _lies_as_its_parameter(
-    blocks: list[Block], place: tuple[str, str], wanted: Piece | None
+    blocks: list[Block], place: tuple[str, str], wanted: Piece | None, here: Tensor
 ) -> bool:
     """Whether what replicas have for themselves, and what else has the length of its block along
-    the axis of the cut."""
+    the axis of the cut, in the state and here."""
     found = [(piece, memory[place]) for _, piece, memory in blocks if place in memory]
 
     def has_its_length(piece: Piece | None, x: Tensor) -> bool:
@@ -178,8 +180,9 @@ def _lies_as_its_parameter(
             )
         return x.dim() > piece.axis and x.shape[piece.axis] == piece.size
 
+    lies_here = wanted is None or has_its_length(wanted, here)
     return bool(found) and (
-        place[0] == "local" or all(has_its_length(piece, x) for piece, x in found)
+        place[0] == "local" or (lies_here and all(has_its_length(*each) for each in found))
     )
 
 

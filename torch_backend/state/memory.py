@@ -234,12 +234,20 @@ class Memory:
         """Go on from what fits, in place."""
         if found.difference:
             logger.warning("Part of a saved state was left out: %s", found.difference)
+        self.scale.follow(self.errors())  # what is not loaded keeps units of its own
         self._write(found.state)
         self.steps = found.steps
         if found.sent is not None:
             self.sent.count_from(found.sent)
         self.scale.value = found.scale
-        self.scale.follow(self.errors())
+        self.scale.follow(
+            [
+                self.state.tensors[name][key]
+                for name, memory in found.state.tensors.items()
+                for key in memory
+                if key in self.per_replica
+            ]
+        )
         # What is left of the memory before belongs to it.
         self.loaded = f"{self.loaded} {found.digest}" if found.difference else found.digest
 

@@ -133,7 +133,7 @@ def load_beside(
     """
     own, why_not = _read(path, memory) if path is not None and memory.per_replica else (None, "")
     if own is not None and not _belongs(own, whole, memory):
-        own, why_not = None, "it is of another number of ranks, another step or another algorithm"
+        own, why_not = None, "it is of other ranks or shards, another step or another algorithm"
     found = gathered_by_all(
         (own is not None, why_not), memory.placement.groups.whole, memory.placement.device
     )
@@ -169,7 +169,16 @@ def _belongs(
     mine = {**memory.identity, "step": whole.get("step")}
     if of_any_method:
         del mine["algorithm"]
-    return {key: own.get(key) for key in mine} == mine
+    if {key: own.get(key) for key in mine} != mine:
+        return False
+    # As many shards along another axis have blocks of other shapes.
+    saved, here = own["tensors"], memory.state.tensors
+    return of_any_method or all(
+        saved[name][key].shape == x.shape
+        for name, kept in here.items()
+        for key, x in kept.items()
+        if key in saved.get(name, {})
+    )
 
 
 def _path_of(path: str | Path, memory: Memory) -> Path:

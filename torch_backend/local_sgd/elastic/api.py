@@ -75,7 +75,8 @@ def elastic(
     Args:
         module: a model that each replica, one process, holds as a whole. A gradient of a parameter
             that is frozen now is a RuntimeError in the step, and so is a parameter that comes
-            later, or is put in the place of another.
+            later, or is put in the place of another. Layers may be frozen later, on all replicas
+            after the same step; with an algorithm, a newcomer freezes what the others have frozen.
         optimizer: that steps the module's parameters. Weights that it keeps (masters in float32,
             `z` of schedule-free optimizers) go with the parameters; moments are each replica's own.
         what: an algorithm, which averages gradients in each step; or `LocalSGD(...)`,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.weighted import Weighted, weighted
 from gradwire.core.protocol.settings import with_settings
 from gradwire.torch_backend.engine.driver import specs_of
@@ -23,7 +23,7 @@ from gradwire.torch_backend.setup.assumptions import Assumptions
 
 class ElasticGradients(ElasticHandle):
     """What `elastic` returns for an algorithm: each `optimizer.step()` is a round, and does nothing
-    where the vote is against it."""
+    where the vote is against it. Layers that all replicas have frozen meanwhile take no part."""
 
     def __init__(
         self,
@@ -63,6 +63,9 @@ class ElasticGradients(ElasticHandle):
             keep(state, self._memory.state)
             self._memory.steps += 1
             for name, p in self._parameters.items():
+                if name not in average:  # zeros would be decayed, and moved by momentum
+                    p.grad = None
+                    continue
                 p.grad = torch.empty_like(p) if p.grad is None else p.grad
                 p.grad.copy_(average[name])
         else:  # a step without any gradient does nothing
@@ -77,10 +80,22 @@ class ElasticGradients(ElasticHandle):
             algorithm = weighted(algorithm)
         if isinstance(algorithm, Weighted):
             weight = (self._weight * present.counts,)
-        gradients = {name: _gradient_of(parameter) for name, parameter in self._parameters.items()}
+        gradients = {n: _gradient_of(p) for n, p in self._parameters.items() if p.requires_grad}
+        memory = self._copied()
+        state = State(memory.shared, {n: m for n, m in memory.tensors.items() if n in gradients})
         with plain_arithmetic(self._ops.device):
-            program = algorithm.step(self._ops, gradients, self._copied(), self.steps, *weight)
+            program = algorithm.step(self._ops, gradients, state, self.steps, *weight)
             return run_alone(self.quorum.collectives, with_settings(program, self._settings))
+
+    def _give(self) -> dict[str, Any]:
+        frozen = [name for name, p in self._parameters.items() if not p.requires_grad]
+        return {**super()._give(), "frozen": frozen}
+
+    def _receive(self, given: Mapping[str, Any]) -> None:
+        super()._receive(given)
+        # All replicas must send the same gradients, and a newcomer has frozen nothing yet.
+        for name, p in self._parameters.items():
+            p.requires_grad_(name not in given.get("frozen", ()))
 
 
 def _gradient_of(parameter: Tensor) -> Tensor:

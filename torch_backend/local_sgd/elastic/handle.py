@@ -164,8 +164,13 @@ class ElasticHandle:
             ValueError: it is no such state or does not fit, said how. Nothing has been changed
                 then.
         """
-        self._memory.take(self._memory.fit(state))
+        found = self._memory.fit(state)
+        self._drop_message()
+        self._memory.take(found)
         self._trains_on = False
+
+    def _drop_message(self) -> None:
+        """Drop what is on its way, if anything is."""
 
     def _own(self) -> Collection[str]:
         """Names of the memories that a newcomer begins with zeros."""

@@ -302,6 +302,13 @@ class ElasticLocalSGD(ElasticHandle):
             flight.drop()
         self._vote(after)
 
+    def _drop_message(self) -> None:
+        # Without a vote, on all replicas: the next quorum begins as if this one had not been.
+        flight, self._left, self._in_flight = self._in_flight, None, None
+        if flight is not None:
+            with suppress(*LOST):
+                flight.drop()
+
 
 @dataclass(frozen=True)
 class _Left:
