@@ -3,22 +3,37 @@ and what is one in all shards."""
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
-from gradwire import AllReduce, CompressionWarning, PowerSGD, plan
+from gradwire import AllReduce, CompressionWarning, PowerSGD, State, plan
+from gradwire.core.protocol import local_norm, mean, step_is_finite, sum_scalar
 from gradwire.torch_backend import compress_replicas
 from gradwire.torch_backend.fsdp import units
 from gradwire.torch_backend.torch_internals import torch_is
 from tests.torch.compare import relative, same_bits
 from tests.torch.models import TAKEN, Branches, Checkpointed, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.sharded import local_parts, mesh_of, shard, sharded_mlp, simulated, train_sharded
+from tests.torch.sharded import (
+    follow,
+    local_parts,
+    mesh_of,
+    shard,
+    sharded_mlp,
+    simulated,
+    train_sharded,
+)
 
 #: Rows that two shards cannot share equally.
 WIDTHS = (40, 37, 36, 2)
@@ -348,15 +363,27 @@ def test_a_unit_whose_gradients_come_in_parts_waits_for_all_of_them(world):
         require_same_gradients(late, theirs)
 
 
-@cases.case
-def test_after_a_failed_pass_training_goes_on(world):
+#: Steps before the pass that fails, and whether forward passes go by a method of another name.
+FAILED = {"by the model": (2, False), "by a method": (2, True), "by a method, first": (0, True)}
+
+
+@cases.each(FAILED)
+def test_after_a_failed_pass_training_goes_on(world, variant):
+    steps, by_method = variant
     mesh = mesh_of(2, 2)
     model, twin = (sharded_mlp(WIDTHS, mesh["shard"]) for _ in range(2))
     handles = [
         compress_replicas(m, ALGORITHM, mesh["replicate"], message_bytes=0) for m in (model, twin)
     ]
     for m in (model, twin):
-        train_sharded(m, LOSS, range(2))
+        m.run = m.forward
+        register_fsdp_forward_method(m, "run")
+
+    def loss(m, rank, step):
+        return LOSS(m.run if by_method else m, rank, step)
+
+    for m in (model, twin):
+        train_sharded(m, loss, range(steps))
 
     def fail(_):
         raise ArithmeticError("on purpose")
@@ -366,14 +393,15 @@ def test_after_a_failed_pass_training_goes_on(world):
 
     hook = model[2].register_forward_hook(interrupted)
     with pytest.raises(ArithmeticError):
-        model(torch.ones(3, 40)).sum().backward()
+        loss(model, world.rank, steps).backward()
     hook.remove()
     if not torch_is("2.13"):
         assert not hasattr(model, "reset_iter_state")  # without which FSDP itself does not go on
         return
     model.reset_iter_state()
-    assert relative(*(train_sharded(m, LOSS, range(2, 4)).weights for m in (model, twin))) < 1e-5
-    assert [h.stats().steps for h in handles] == [4, 4]
+    weights = [train_sharded(m, loss, range(steps, steps + 2)).weights for m in (model, twin)]
+    assert relative(*weights) < 1e-5
+    assert [h.stats().steps for h in handles] == [steps + 2] * 2
 
 
 # --- one model, in shards ---
@@ -434,6 +462,73 @@ def test_a_loss_scale_is_followed_and_a_step_that_overflows_is_skipped_everywher
     assert relative(*found) < 1e-4
 
 
+@dataclass(frozen=True)
+class Own:
+    """Averages, and asks for something of the whole model."""
+
+    per_replica = frozenset()
+    start_step = 0
+    cycle = 1
+
+    def init(self, ops, specs):
+        return State()
+
+
+@dataclass(frozen=True)
+class NormOfLarge(Own):
+    """Of the first shard's blocks, which have a row more."""
+
+    late: bool = False
+
+    async def step(self, ops, gradients, state, step):
+        averages = {name: await mean(g) for name, g in gradients.items()}
+        if self.late:
+            await step_is_finite()
+        if large := {name: g for name, g in gradients.items() if g.shape[0] == 8}:
+            norm = await local_norm(ops, large)
+            averages = {name: ops.cast(norm, ops.dtype_of(g)) + 0 * g for name, g in large.items()}
+        if not self.late:
+            await step_is_finite()
+        return averages, state
+
+
+@cases.case
+def test_shards_may_differ_in_what_they_ask_of_the_whole_model(world):
+    mesh = mesh_of(2, 2)
+    model, twin, late = (shard(nn.Linear(16, 15, bias=False), mesh["shard"]) for _ in range(3))
+    follow(twin, model)
+    compress_replicas(model, NormOfLarge(), mesh["replicate"])
+    for each in (model, twin):
+        each(torch.ones(3, 16)).square().sum().backward()
+    if world.rank % 2 == 0:
+        mine = twin.weight.grad.to_local().norm()
+        torch.testing.assert_close(model.weight.grad.to_local(), mine.expand(8, 16))
+    compress_replicas(late, NormOfLarge(late=True), mesh["replicate"])
+    asks = pytest.raises(RuntimeError, match="local_norm first")
+    with nullcontext() if world.rank % 2 else asks:
+        late(torch.ones(3, 16)).square().sum().backward()
+
+
+@dataclass(frozen=True)
+class Sums(Own):
+    async def step(self, ops, gradients, state, step):
+        total = await sum_scalar(ops.norm_of_all(tuple(gradients.values())))
+        averages = {n: await mean(g) * ops.cast(total, g.dtype) for n, g in gradients.items()}
+        return averages, state
+
+
+@cases.case
+def test_a_sum_over_the_whole_model_is_refused(world):
+    mesh = mesh_of(2, 2)
+    model = sharded_mlp(WIDTHS, mesh["shard"])
+    with pytest.raises(ValueError, match=r"Sums.*sum_scalar"):
+        compress_replicas(model, Sums(), mesh["replicate"])
+    handle = compress_replicas(model, ALGORITHM, mesh["replicate"])
+    with pytest.raises(ValueError, match=r"Sums.*sum_scalar"):
+        handle.reconfigure(Sums())
+    assert handle.algorithm == ALGORITHM
+
+
 # --- what is left out, frozen, or not alone ---
 
 
@@ -446,6 +541,106 @@ def test_a_parameter_without_a_gradient_is_an_error(world):
         RuntimeError, match=r"'right.weight', 'right.bias'.*unused=True.*requires_grad=False"
     ):
         model(torch.ones(3, 40), ("left",)).sum().backward()
+
+
+class Skipped(nn.Module):
+    """A layer that may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(40, 40)
+
+    def forward(self, x, *, skip=False):
+        return 2 * x if skip else self.layer(x)
+
+
+@cases.case
+def test_a_derivative_with_respect_to_inputs_is_no_step(world):
+    """A backward pass is one, where it finds no trained parameter too."""
+    mesh = mesh_of(2, 2)
+    model = shard(Skipped(), mesh["shard"])
+    handle = compress_replicas(model, AllReduce(), mesh["replicate"], unused=True)
+    x = torch.ones(3, 40, requires_grad=True)
+    for step in range(2):
+        model.zero_grad()
+        model(x, skip=world.rank // 2 == step).sum().backward()
+        averages = local_parts(model, gradients=True)
+        assert set(averages) == {"layer.weight", "layer.bias"}
+        torch.autograd.grad(model(x).sum(), x)
+        assert same_bits(local_parts(model, gradients=True), averages)
+    assert handle.stats().steps == 2
+
+
+class Pair(nn.Module):
+    """Two layers of one unit, of which the second may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Linear(40, 40, bias=False) for _ in range(2))
+        self.whole = True
+
+    def forward(self, x):
+        return self.first(x) + (self.second(x) if self.whole else 0)
+
+
+@cases.case
+def test_a_part_of_a_unit_without_a_gradient_is_an_error(world):
+    """Also where the unit is handed over before the end of the pass."""
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(fully_shard(Pair(), mesh=mesh["shard"]) for _ in range(3)))
+    fully_shard(model, mesh=mesh["shard"])
+    handle = compress_replicas(model, AllReduce(), mesh["replicate"], message_bytes=0)
+    LOSS(model, world.rank, 0).backward()
+    model.zero_grad()
+    model[1].whole = False
+    with pytest.raises(RuntimeError, match=r"'1.second.weight' have no gradient.*unused=True"):
+        LOSS(model, world.rank, 1).backward()
+    assert handle.stats().steps == 1
+
+
+def assigned(model, mesh):
+    replaced(model, 0)
+    model.requires_grad_(requires_grad=True)
+
+
+def added(model, mesh):
+    model.append(fully_shard(nn.Linear(2, 2), mesh=mesh))
+
+
+def another(model, mesh):
+    model[2] = fully_shard(nn.Linear(37, 37), mesh=mesh)
+
+
+def removed(model, mesh):
+    model[2] = nn.Identity()
+
+
+CHANGED = {
+    "assigned": (assigned, False, r"'0.weight', '0.bias' have gradients that nobody averages"),
+    "added": (added, False, r"'5.weight', '5.bias' have gradients that nobody averages"),
+    "another": (another, True, r"'2.weight', '2.bias' have gradients that nobody averages"),
+    "removed": (removed, False, r"'2.weight', '2.bias' have no gradient.*in model no more"),
+}
+
+
+@cases.each(CHANGED)
+def test_parameters_that_are_not_those_averaged_are_an_error(world, variant):
+    change, unused, message = variant
+    mesh = mesh_of(2, 2)
+    model = shard(mlp(40, 37, 37, 2, frozen=[0]), mesh["shard"])
+    handle = compress_replicas(model, AllReduce(), mesh["replicate"], unused=unused)
+    LOSS(model, world.rank, 0).backward()
+    model.zero_grad()
+    change(model, mesh["shard"])
+    with pytest.raises(RuntimeError, match=rf"{message}.*handle.unregister\(\)"):
+        LOSS(model, world.rank, 1).backward()
+    model.zero_grad()
+    handle.unregister()
+    compress_replicas(model, AllReduce(), mesh["replicate"])
+    averages = world.everyones(train_sharded(model, LOSS, range(2, 3)).given)
+    assert same_bits(averages[0], averages[2])
 
 
 @cases.case(slow=True)
@@ -504,18 +699,25 @@ def test_layers_that_are_thawed_later_need_another_handle(world):
     assert same_bits(plain[0], plain[2])
 
 
-THAWED = {"before": True, "after": False}
+#: Whether they are thawed before `unregister`, and whether tensors are replaced after it.
+THAWED = {"before": (True, False), "after": (False, False), "after, assigned": (False, True)}
 
 
 @cases.each(THAWED, slow=["after"])
-def test_without_a_handle_layers_that_are_thawed_are_averaged_too(world, before):
+def test_without_a_handle_layers_that_are_thawed_are_averaged_too(world, variant):
     """Thawed before `unregister`, or after it; then one more, which is no unit of the first."""
+    before, assign = variant
     mesh = mesh_of(2, 2)
     ours, theirs = (shard(mlp(*WIDTHS, frozen=[0, 2]), axes) for axes in (mesh["shard"], mesh))
     handle = compress_replicas(ours, ALGORITHM, mesh["replicate"])
     LOSS(ours, world.rank, 0).backward()
     if not before:
         handle.unregister()
+    for model in (ours, theirs) if assign else ():
+        trained = {n for n, p in model.named_parameters() if p.requires_grad}
+        replaced(model, world.rank)
+        for name, p in model.named_parameters():
+            p.requires_grad_(name in trained)
     for layer in (2, 0):
         for model in (ours, theirs):
             model[layer].requires_grad_(requires_grad=True)

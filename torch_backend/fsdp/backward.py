@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,12 @@ from gradwire.torch_backend.torch_internals import in_backward, queue_callback
 
 #: Where a model keeps the one whom FSDP's hooks call. FSDP keeps hooks for life.
 ATTRIBUTE = "_gradwire_backward"
+
+#: What to do when a model has other parameters than it had.
+ANEW = (
+    "Call handle.unregister(), and the same again; load_state_dict(state, strict=False) takes the"
+    " memory of compress_replicas over"
+)
 
 
 def hook_obstacle(model: nn.Module) -> str:
@@ -133,22 +139,22 @@ class ShardedBackward:
             hook.remove()
 
     def _forget_pass(self) -> None:
-        self._watching = False
+        #: What the autograd engine calls at the end of a pass, and drops if the pass fails.
+        self._ending: Callable[[], object] = lambda: None
         self._landing: int | None = None
         self._came: list[int] = []
         self._handed: set[int] = set()
         self._zeros: dict[str, Tensor] = {}
         self._begun = False
         self._accumulating: bool | None = None
+        self._reaches_leaves = False
 
     def _before_forward(self) -> None:
         """Forget what a failed backward pass has left behind, and take in what is thawed, where no
         handle minds."""
         if in_backward():
             return
-        if self._watching:
-            self.driver.abandon()
-            self._forget_pass()
+        self._forget_failed()
         if (
             self.free
             and self.takes_thawed
@@ -160,6 +166,12 @@ class ShardedBackward:
             plain = Driver(AllReduce(), specs_of(layout.blocks()), layout.device, groups)
             ShardedBackward(plain, layout, self.find_unused).free = True
 
+    def _forget_failed(self) -> None:
+        """Forget a pass that has not come to its end."""
+        if self._begun:
+            self.driver.abandon()
+        self._forget_pass()
+
     def _after_forward(self, outputs: Any) -> None:
         # A backward pass may run others inside it (reentrant checkpointing), and a callback runs at
         # the end of the innermost. The outputs belong to the outermost.
@@ -170,19 +182,27 @@ class ShardedBackward:
             if (backward := self_ref()) is not None:
                 backward._watch_for_the_end()
 
+        # `torch.autograd.grad` is no step. It accumulates into no leaf, whereas `backward()` comes
+        # to all of them, on a replica that has used no trained parameter too.
+        @uncompiled
+        def on_leaf(_: Any) -> None:
+            if (backward := self_ref()) is not None:
+                backward._reaches_leaves = True
+
         for tensor in tensors_in(outputs).tensors:
             if tensor.grad_fn is not None:
                 tensor.register_hook(on_output)  # type: ignore[no-untyped-call]
+                if self.find_unused:
+                    _a_leaf_below(tensor.grad_fn).register_prehook(on_leaf)
 
     def _watch_for_the_end(self) -> None:
-        if not self._watching:
+        if self._ending() is None:
+            # No hook was called before a forward pass of `register_fsdp_forward_method`.
+            self._forget_failed()
             refuse_compiled_autograd()
-            self._forget_pass()
-            self._watching = True
-            # FSDP has callbacks as well, one for each outermost unit, in which units come whose
-            # inputs need no gradient. By the time the first one is called all of them are queued,
-            # so what is queued then comes last.
-            queue_callback(lambda: queue_callback(self._end))
+            ending = _Ending(self._end)
+            self._ending = weakref.ref(ending)
+            queue_callback(ending)
 
     def _on_unit(self, k: int) -> None:
         self._watch_for_the_end()
@@ -218,6 +238,8 @@ class ShardedBackward:
         last."""
         self._handed.add(k)
         gradients, absent = self._gradients(self.layout.units[k].parameters)
+        if absent and not self.find_unused:
+            self._refuse_absent(absent)
         if gradients:
             self._add(gradients, absent, last=False)
 
@@ -232,7 +254,8 @@ class ShardedBackward:
         with self._on_stream():
             self._land()
             came = self._came
-            is_step = not self._accumulating and (came or self.find_unused)
+            nothing_used = self.find_unused and self._reaches_leaves
+            is_step = not self._accumulating and (came or nothing_used)
             if is_step and not came:
                 is_step = not accumulating(self.layout.units)
             try:
@@ -249,13 +272,7 @@ class ShardedBackward:
         missing = [k for k in range(len(units)) if k not in self._handed]
         _, absent = self._gradients([name for k in missing for name in units[k].parameters])
         if absent and not self.find_unused:
-            self.driver.abandon()
-            raise RuntimeError(
-                f"parameters {some(absent)} have no gradient at the end of the backward pass, and"
-                " the other replicas may wait for them. If a forward pass may leave parameters"
-                " out, say so: compress_replicas(..., unused=True). If they are frozen, set"
-                " requires_grad=False on all ranks"
-            )
+            self._refuse_absent(absent)
         # one by one, as on ranks where they have come in time
         for k in self._order[len(self._handed) :]:
             self._hand_over(k)
@@ -293,16 +310,43 @@ class ShardedBackward:
                 absent.append(name)
         return found, absent
 
+    def _refuse_absent(self, absent: list[str]) -> NoReturn:
+        """The other replicas would take other messages for those of these parameters."""
+        self.driver.abandon()
+        if gone := [name for name in absent if not self.layout.holds(name)]:
+            raise RuntimeError(
+                f"parameters {some(gone)} have no gradient, and their modules are in model no more:"
+                f" they were removed, or replaced, after compress_replicas, or local_sgd. {ANEW}"
+            )
+        raise RuntimeError(
+            f"parameters {some(absent)} have no gradient at the end of the backward pass, and"
+            " the other replicas may wait for them. If a forward pass may leave parameters"
+            " out, say so: compress_replicas(..., unused=True). If they are frozen, set"
+            " requires_grad=False on all ranks"
+        )
+
     def _refuse_unknown(self) -> None:
         """Gradients that nobody averages would let replicas drift apart."""
-        unknown = [name for name, p in self.layout.frozen.items() if p.grad is not None]
+        layout = self.layout
+        held = {id(h.parameter) for h in layout.held.values()}
+        # names cost several times as much as this look, which each step takes
+        if not any(
+            p is not None and p.grad is not None and id(p) not in held
+            for module in layout.model.modules()
+            for p in module._parameters.values()
+        ):
+            return
+        unknown = [
+            name
+            for name, p in layout.model.named_parameters()
+            if p.grad is not None and id(p) not in held and not layout.holds(name)
+        ]
         if unknown:
             self.driver.abandon()
             raise RuntimeError(
-                f"parameters {some(unknown)} have gradients that nobody averages: they were frozen"
-                " when compress_replicas, or local_sgd, was called. Call handle.unregister(), and"
-                " the same again; load_state_dict(state, strict=False) takes the memory of"
-                " compress_replicas over"
+                f"parameters {some(unknown)} have gradients that nobody averages: they were frozen,"
+                " or their modules were not there, when compress_replicas, or local_sgd, was"
+                f" called. {ANEW}"
             )
 
     def _learn(self, came: list[int]) -> None:
@@ -327,6 +371,31 @@ class ShardedBackward:
         """Work on the stream where gradients were put in their places. Who comes after the pass
         waits for it."""
         return nullcontext() if self._stream is None else _Stream(self._stream)
+
+
+def _a_leaf_below(node: Any) -> Any:
+    """Some node of the autograd graph that has nothing below it."""
+    while below := [each for each, _ in node.next_functions if each is not None]:
+        node = below[-1]
+    return node
+
+
+class _Ending:
+    """A callback that the autograd engine is given to call another, `end`, after all of FSDP's.
+
+    FSDP has one for each outermost unit, in which units come whose inputs need no gradient. By the
+    time the first one is called all of them are queued, so what is queued then comes last. The
+    engine holds this object until `end` has been called, or the pass has failed.
+    """
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __call__(self) -> None:
+        queue_callback(self._last)
+
+    def _last(self) -> None:
+        self._end()
 
 
 class _Stream:

@@ -52,20 +52,19 @@ class ShardStep(Step):
         self._shards = shards
         self._asked = asked
         self._norm: Tensor | None = None
+        self._norm_is_of_others = False
         self._all_finite: Tensor | None = None
 
     def begin(self, *, apart: bool = False) -> None:
         super().begin(apart=apart)
         self._norm = self._all_finite = None
+        self._norm_is_of_others = False
 
     def finish(self) -> None:
         """Run all programs to their end. What other shards ask and this one does not is answered
         here."""
         super().finish()
-        if Asked.NORM in self._asked and self._norm is None:
-            self._norm_of_all(
-                torch.zeros((), dtype=torch.float32, device=self.collectives.ops.device)
-            )
+        self._norm_of_others()
         self.finite()
 
     def finite(self) -> Tensor | None:
@@ -73,12 +72,28 @@ class ShardStep(Step):
         if Asked.FINITE not in self._asked:
             return mine
         if self._all_finite is None:
+            # A shard may ask for the norm and then for this, and another for this alone: the same
+            # message has to come first.
+            self._norm_of_others()
             device = self.collectives.ops.device
             flag = torch.ones((), dtype=torch.bool, device=device) if mine is None else mine
             self._all_finite = on_all_shards(flag, self._shards)
         return self._all_finite
 
+    def _norm_of_others(self) -> None:
+        """Take part in the norm that other shards ask for, where this one has not."""
+        if Asked.NORM in self._asked and self._norm is None:
+            self._norm_of_all(
+                torch.zeros((), dtype=torch.float32, device=self.collectives.ops.device)
+            )
+            self._norm_is_of_others = True
+
     def _norm_of_all(self, norm: Tensor) -> Tensor:
+        if self._norm_is_of_others:
+            raise RuntimeError(
+                "the algorithm asks for local_norm after step_is_finite, by which time the shards"
+                " have agreed on a norm without this one's part; ask for local_norm first"
+            )
         if self._norm is None:
             square = norm.double().square()
             dist.all_reduce(square, group=self._shards)

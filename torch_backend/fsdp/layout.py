@@ -78,7 +78,6 @@ class Layout:
     Attributes:
         model: of which they are.
         held: name → what this rank holds of a parameter.
-        frozen: the parameters that required no gradient, by name.
         units: what FSDP reduces the gradients of at once, in the order of the model.
         shards: the group of the ranks that hold the other blocks of this replica.
         replicas: the group of the ranks that hold this block in the other replicas.
@@ -86,7 +85,7 @@ class Layout:
 
     model: nn.Module
     held: dict[str, Held]
-    frozen: dict[str, Tensor]
+    _frozen: dict[str, Tensor]
     units: list[Unit]
     shards: dist.ProcessGroup
     replicas: dist.ProcessGroup
@@ -95,6 +94,27 @@ class Layout:
     def shard(self) -> int:
         """This rank's number among the shards."""
         return dist.get_rank(self.shards)
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        """The parameters that required no gradient, by name: those that are there now, and sharded
+        as optimizers know them, see `Held`."""
+        if self._frozen:
+            for name, now in self.model.named_parameters():
+                before = self._frozen.get(name)
+                if before is not None and is_dtensor(now) >= is_dtensor(before):
+                    self._frozen[name] = now
+        return dict(self._frozen)
+
+    def holds(self, name: str) -> bool:
+        """Whether the module of this name is the one whose parameter is held."""
+        held = self.held.get(name)
+        if held is None:
+            return False
+        try:
+            return self.model.get_submodule(name.rpartition(".")[0]) is held.module
+        except AttributeError:  # it is there no more
+            return False
 
     @property
     def pieces(self) -> dict[str, Piece]:
@@ -125,8 +145,8 @@ class Layout:
         held = self.held | {
             name: _held(self.model, name, p, peers, mesh) for name, p in found.items()
         }
-        frozen = {name: p for name, p in self.frozen.items() if name not in found}
-        return replace(self, held=held, frozen=frozen, units=units_of(self.model, held))
+        frozen = {name: p for name, p in self._frozen.items() if name not in found}
+        return replace(self, held=held, _frozen=frozen, units=units_of(self.model, held))
 
     @classmethod
     def of(cls, model: nn.Module, replicas: dist.ProcessGroup) -> Layout:

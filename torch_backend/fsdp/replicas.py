@@ -10,6 +10,7 @@ handle = gradwire.torch_backend.compress_replicas(model, method, mesh["replicate
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.two_level import without_levels
+from gradwire.core.ops import Spec
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.text.options import OWN_CHECK, AtLeast0, checked
 from gradwire.torch_backend.engine.driver import Driver, specs_of
@@ -172,6 +174,7 @@ class ReplicaHandle(Handle):
         why_not = (
             self._why_not()
             or algorithm_obstacle(algorithm)
+            or _sum_obstacle(algorithm, driver.specs, layout)
             or tried(algorithm, driver.specs, layout.replicas.size(), driver.ops.device).obstacle
         )
         why_not = obstacle_of_shards(layout, repr(algorithm), why_not)
@@ -240,12 +243,17 @@ def _obstacle(model: nn.Module, layout: Layout, algorithm: Algorithm) -> str:
             f"parameter {stepping[0]!r} is stepped by an optimizer in the backward pass; step"
             " after it"
         )
-    if Asked.SUM in asked(algorithm, specs_of(parts), layout):
-        return (
-            f"{algorithm!r} asks for sum_scalar, a sum over the whole model, of which each rank"
-            " holds a part"
-        )
-    return algorithm_obstacle(algorithm)
+    return _sum_obstacle(algorithm, specs_of(parts), layout) or algorithm_obstacle(algorithm)
+
+
+def _sum_obstacle(algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout) -> str:
+    """That an algorithm asks for what the shards do not add up; "" if it does not."""
+    if Asked.SUM not in asked(algorithm, specs, layout):
+        return ""
+    return (
+        f"{algorithm!r} asks for sum_scalar, a sum over the whole model, of which each rank holds a"
+        " part"
+    )
 
 
 def _without_library(layout: Layout, device: torch.device) -> str:
