@@ -16,7 +16,6 @@ steps with an inf or NaN, tensors that stay uncompressed.
 from __future__ import annotations
 
 import abc
-import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -321,7 +320,12 @@ class Compressor(abc.ABC):
             kept = Spec(spec.shape, self.state_dtype or spec.dtype)
             memory = self.memory(ops, name, kept) if spec.size else None
             if memory is not None:
-                self._require_arrays(name, memory)
+                for x in memory.values() if isinstance(memory, dict) else (memory,):
+                    if not hasattr(x, "shape"):
+                        raise ValueError(
+                            f"{type(self).__name__}.memory({name!r}) returns {memory!r}; return"
+                            " arrays by name, such as {'n': ops.zeros((), 'float32')}, or None"
+                        )
                 if ERROR in memory:
                     raise ValueError(
                         f"{type(self).__name__}.memory({name!r}) makes {ERROR!r}, which is that of"
@@ -331,20 +335,6 @@ class Compressor(abc.ABC):
                 if self.error_feedback:
                     memory[ERROR] = ops.zeros(kept.shape, kept.dtype)
         return state
-
-    def _require_arrays(self, name: str, memory: object) -> None:
-        """Raise ValueError for a memory that is no dictionary of arrays."""
-        said = f"{type(self).__name__}.memory({name!r})"
-        if not isinstance(memory, dict):
-            raise ValueError(  # noqa: TRY004  (all that an own method does wrong is one)
-                f"{said} makes a {type(memory).__name__}; return {{name: array}}, or None"
-            )
-        for key, x in memory.items():
-            if not hasattr(x, "shape"):
-                raise ValueError(
-                    f"{said} makes {key!r}, a {type(x).__name__}; return arrays, such as"
-                    " ops.zeros((), 'float32')"
-                )
 
     async def step(
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
@@ -463,9 +453,13 @@ class Compressor(abc.ABC):
                     self.compress_stack(ops, stacks[name], left.x, memories[name], context)
                 )
             else:
-                programs.append(
-                    _awaitable(self, self.compress(ops, name, left.x, memories[name], context))
-                )
+                program = self.compress(ops, name, left.x, memories[name], context)
+                if not hasattr(program, "send"):
+                    raise ValueError(
+                        f"{type(self).__name__}.compress returns a {type(program).__name__}; write"
+                        " async def compress"
+                    )
+                programs.append(program)
         *each, averages = await together([*programs, mean_each(lot.rest)])
         if joint is None:
             for name, found in zip(x, each, strict=True):
@@ -497,7 +491,7 @@ class Compressor(abc.ABC):
         if not isinstance(found, tuple) or len(found) != 3 or not isinstance(found[2], Mapping):
             raise ValueError(f"{said} must return (sent, received, memory)")
         for what, array in zip(("sent", "received"), found[:2], strict=True):
-            if inspect.isawaitable(array):
+            if hasattr(array, "send"):
                 raise ValueError(f"{said} returns `{what}` that nobody has awaited; write await")
             if not isinstance(array, PAYLOADS) and tuple(array.shape) != tuple(shape):
                 raise ValueError(
@@ -507,10 +501,11 @@ class Compressor(abc.ABC):
         for key, array in found[2].items():
             if key not in memory:
                 raise ValueError(f"{said} returns memory {key!r}, which `memory` does not make")
-            if (dtype := ops.dtype_of(array)) != (made := ops.dtype_of(memory[key])):
+            if array.dtype != memory[key].dtype:
+                made = ops.dtype_of(memory[key])
                 raise ValueError(
-                    f"{said} returns memory {key!r} of {dtype}; `memory` makes {made}. Write"
-                    f" ops.cast(x, {made!r})"
+                    f"{said} returns memory {key!r} of {ops.dtype_of(array)}; `memory` makes"
+                    f" {made}. Write ops.cast(x, {made!r})"
                 )
             if tuple(array.shape) != tuple(memory[key].shape):
                 raise ValueError(
@@ -603,13 +598,3 @@ async def _in_phase(counter: Any, kinds: Sequence[Callable[[], Program[T]]], fir
     return await branch_on_phase(
         counter, first, kinds[first], partial(_in_phase, counter, kinds, first + 1)
     )
-
-
-def _awaitable(algorithm: object, program: Any) -> Program[Any]:
-    """The program. Raises ValueError for a `compress` that makes none."""
-    if not inspect.isawaitable(program):
-        raise ValueError(
-            f"{type(algorithm).__name__}.compress returns a {type(program).__name__}; write async"
-            " def compress"
-        )
-    return program  # type: ignore[return-value]

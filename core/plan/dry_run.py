@@ -383,21 +383,22 @@ class StepNumber(int):
     asked = settled = False
 
 
+#: Conversions, of which Python wants its own types.
+_CONVERSIONS = tuple(f"__{name}__" for name in ("hash", "bool", "int", "index", "float"))
+
+
 def _noting(name: str, lasting: bool | None) -> Callable[..., Any]:
-    own = getattr(int, name)
+    own, is_found = getattr(int, name), name not in _CONVERSIONS
 
     def method(self: StepNumber, *others: Any) -> Any:
         answer = own(self, *others)
-        if answer is not lasting:
-            self.asked = True
-        return ByNumber(answer) if self.settled and _is_found(name, answer, lasting) else answer
+        if answer is lasting:
+            return answer
+        self.asked = True
+        found = is_found and self.settled and type(answer) in (bool, int)
+        return ByNumber(answer) if found else answer
 
     return method
-
-
-def _is_found(name: str, answer: Any, lasting: bool | None) -> bool:
-    # Python wants its own types of conversions
-    return type(answer) in (bool, int) and answer is not lasting and name not in _CONVERSIONS
 
 
 def _goes_on(name: str) -> Callable[..., Any]:
@@ -410,7 +411,6 @@ def _goes_on(name: str) -> Callable[..., Any]:
     return method
 
 
-_CONVERSIONS = tuple(f"__{name}__" for name in ("hash", "bool", "int", "index", "float"))
 _BINARY = "add sub mul truediv floordiv mod divmod pow and or xor lshift rshift"
 _FOUND = f"eq ne neg {_BINARY} r{_BINARY.replace(' ', ' r')}".split()
 for _name in (*_CONVERSIONS, *(f"__{name}__" for name in _FOUND)):

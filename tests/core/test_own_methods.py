@@ -150,8 +150,8 @@ class Wrong(Compressor):
 WRONG = {
     "not async": "compress returns a tuple; write async def compress",
     "not awaited": "returns `received` that nobody has awaited; write await",
-    "a list": r"memory\('w'\) makes a list; return \{name: array\}",
-    "a number": r"memory\('w'\) makes 'n', a int; return arrays",
+    "a list": r"memory\('w'\) returns \[.*\]; return arrays by name",
+    "a number": r"memory\('w'\) returns \{'n': 0\}; return arrays by name",
 }
 
 
