@@ -62,9 +62,9 @@ def pack(
         shared=state.shared,
         # `optax.tree.map_params` looks in the state for the very tree that it gave to `init`. One
         # without parameters has no memory to name: where the algorithm cannot either, it stands
-        # here itself, in a tuple: a mapping would be read as memories by name.
+        # here itself. A mapping would be read as memories by name, and stands in a tuple.
         memory=(
-            (pure(params),)
+            _no_mapping(pure(params))
             if not named.leaves and memories is None
             else {key: tree(key) for key in sorted(keys - per_replica)}
         ),
@@ -76,6 +76,10 @@ def pack(
             jnp.zeros((), jnp.int32), *(jnp.asarray(n, jnp.float32) for n in (sent, dense_bytes))
         ),
     )
+
+
+def _no_mapping(tree: Any) -> Any:
+    return (tree,) if isinstance(tree, Mapping) else tree
 
 
 def by_parameter(trees: Any) -> dict[str, dict[str, Any]]:

@@ -223,6 +223,7 @@ def chooses(process, mesh, folder):
 def stays_in_the_memory_of_the_host(mesh, state, sharded):
     """What begins on the host of each process, and what lies there in rows of several, comes to the
     same as on the devices."""
+    from gradwire import PowerSGD
     from gradwire.jax_backend import (
         distribute,
         power_sgd,
@@ -232,7 +233,7 @@ def stays_in_the_memory_of_the_host(mesh, state, sharded):
         to_portable,
         zero1,
     )
-    from tests.jax.replicas import AXIS, power
+    from tests.jax.replicas import AXIS
 
     def moved(tree, kind):
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(kind)), tree)
@@ -244,7 +245,7 @@ def stays_in_the_memory_of_the_host(mesh, state, sharded):
     def same(found, expected):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
-    count, algorithm = mesh.size, power(half_step=True)
+    count, algorithm = mesh.size, PowerSGD(2, half_step=True)
     hosted, zeros = moved(state, "pinned_host"), {n: jnp.zeros(s) for n, s in SHAPES.items()}
     local = {
         name: jax.device_put(x + 2, x.sharding.with_memory_kind("pinned_host"))
