@@ -125,7 +125,12 @@ class Quantize(Quantizer, Compressor):
             (codec, replicas), lambda state: deal(_extents(ops, state), codec, replicas)
         )
         coded = [name for name in names if name not in dealt.dense]
-        dense = {name: x[name] for name in names if name in dealt.dense}
+        # As arrays: what is only coded may be a sum that nobody has added up yet.
+        dense = {
+            name: ops.rows([x[name]], 1).reshape(tuple(x[name].shape))
+            for name in names
+            if name in dealt.dense
+        }
 
         async def of_codes() -> tuple[dict[str, Any], dict[str, Any]]:
             arrays, members = (

@@ -7,6 +7,8 @@ import logging
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,12 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire import AllReduce, PowerSGD, Quantize, Sign, WireDtype, diloco
+from gradwire import AllReduce, PowerSGD, Quantize, Sign, TopK, WireDtype, diloco
 from gradwire import torch_backend as gw
 from gradwire.core.codecs import CODECS
 from gradwire.core.kernels.payloads import LowRank, Residual
+from gradwire.core.ops import Spec
 from gradwire.core.simulate import NumpyOps
-from gradwire.torch_backend.cpu import codes, compiled, signs, thin
+from gradwire.torch_backend.advise.compare.one_process import World
+from gradwire.torch_backend.advise.method_cost import method_cost
+from gradwire.torch_backend.cpu import codes, compiled, largest, pool, signs, thin
 from gradwire.torch_backend.cpu.sums import Sum, value_of
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.ops.kernels import TorchOps
@@ -35,6 +40,7 @@ THINNED = PowerSGD(2, stacked={"stack": 1})
 THIN = [(name, torch.float32) for name in compiled.THIN]
 CODES = [(name, torch.float32) for name in compiled.CODES]
 SIGNS = [(name, torch.float32) for name in compiled.SIGNS]
+LARGEST = [(name, torch.float32) for name in compiled.LARGEST]
 cases = Cases(__file__, ranks=2)
 
 
@@ -203,6 +209,30 @@ def test_signs_of_replicas_are_added_to_the_same_bits(ops, replicas, monkeypatch
     assert len(called) == 2  # for each of these, all that fills blocks
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", ["usual", "zeros", "halves", "huge", "denormal", "nan", "inf"])
+@pytest.mark.parametrize(
+    ("n", "m", "k"),
+    [(1, 1, 1), (3, 64, 64), (5, 65, 2), (7, 4096, 64), (40, 7, 3), (2, 9000, 8999)],
+)
+def test_the_largest_of_rows_are_those_that_a_stable_sort_puts_first(n, m, k, kind, threads):
+    """Of equal ones the first; NaN is as large as inf."""
+    x = numbers(kind, (n, m))
+    size = np.where(np.isfinite(x), np.abs(x), np.inf)
+    expected = np.sort(np.argsort(-size, axis=1, kind="stable")[:, :k], axis=1)
+    before = torch.get_num_threads()
+    with everything_compiled() as patch:
+        patch.setattr(largest, "PER_THREAD", 1)
+        torch.set_num_threads(threads)
+        try:
+            loops = compiled.prepare(LARGEST)
+            index, values = largest.largest(loops, torch.from_numpy(x), k)
+        finally:
+            torch.set_num_threads(before)
+    np.testing.assert_array_equal(index.numpy(), expected)
+    np.testing.assert_array_equal(values.numpy(), np.take_along_axis(x, expected, axis=1))
+
+
 def test_any_number_of_threads_comes_to_the_same_bits(ops):
     q, x, y = (
         torch.from_numpy(numbers("usual", shape, i))
@@ -218,6 +248,51 @@ def test_any_number_of_threads_comes_to_the_same_bits(ops):
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+def test_each_row_is_done_once_where_no_more_threads_can_be_started(monkeypatch):
+    """As in a container that limits them: what was handed on before is waited for."""
+    done, threads = np.zeros(12), ThreadPoolExecutor(2)
+
+    class Full:
+        asked = 0
+
+        def submit(self, work):
+            self.asked += 1
+            threads.submit(work)
+            if self.asked == 2:  # Python has queued it by then
+                raise RuntimeError("can't start new thread")
+
+    full = Full()
+    monkeypatch.setattr(pool, "_threads", lambda number: full)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+
+    def loop(begin, end):
+        time.sleep(0.02)
+        done[begin:end] += 1
+
+    pool.over_rows(len(done), 1, loop)
+    assert (done == 1).all()
+    threads.shutdown()
+    assert (done == 1).all()
+
+    def fail(begin, end):
+        raise ArithmeticError("of a loop")
+
+    with pytest.raises(ArithmeticError):
+        pool.over_rows(len(done), 1, fail)
+
+
+def test_what_is_sent_as_it_is_has_been_added():
+    """A tensor of one large block, which in codes would be no shorter on four ranks."""
+    shapes, algorithm = {"one": (128, 128), "many": (300, 256)}, Quantize("int8", block=1 << 15)
+    found = [together(4, algorithm, loops=loops, shapes=shapes) for loops in (False, True)]
+    for (plain, expected), (driver, averages) in zip(*found, strict=True):
+        assert driver.ops.loops
+        for mine, other in zip(
+            [*averages, *driver.memory.errors()], [*expected, *plain.memory.errors()], strict=True
+        ):
+            torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("how", ["strides", "float16", "vector", "integers of torch's"])
@@ -285,6 +360,32 @@ def test_small_models_and_other_devices_compile_nothing():
     specs = specs_of({"w": torch.empty(1 << 20, 1, device="meta")})
     assert not compiled.loops_for(PowerSGD(2), specs, torch.device("meta"))
     assert not compiled.loops_for(PowerSGD(2), specs_of({"w": torch.empty(64, 64)}), CPU)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [THINNED, Quantize("int4"), Sign(), TopK(4, per=40), diloco(2, compressor=Quantize("int4"))],
+    ids=lambda each: type(each).__name__,
+)
+def test_what_a_method_costs_is_measured_with_loops(algorithm, monkeypatch):
+    """As it trains: an advice would find it several times as slow without."""
+    ran, made = set(), compiled.compiled
+    for module in (thin, codes, signs, largest):
+
+        def noted(name, dtype):
+            ran.add(name)
+            return made(name, dtype)
+
+        monkeypatch.setattr(module, "compiled", noted)
+    with everything_compiled():
+        method_cost(algorithm, {n: Spec(s, "float32") for n, s in SHAPES.items()}, 3, CPU)
+    assert ran
+
+
+def test_replicas_in_one_process_have_loops():
+    every = together(2)
+    assert all(driver.ops.loops.made == set(THIN) for driver, _ in every)
+    assert all(map(torch.equal, *(averages for _, averages in every)))
 
 
 def test_where_nothing_may_be_written_it_compiles_all_the_same(monkeypatch):
@@ -432,24 +533,38 @@ EVEN = {"w": (24, 160), "large": (130, 128), "stack": (3, 16, 8), "last": (129, 
 
 
 def trained(group, rank, algorithm=THINNED, *, loops=True, kind="usual", shapes=SHAPES):
-    """What a driver makes of three steps, and what it is left with. Gradients lie in one vector, as
-    in DDP's buckets."""
+    """What a driver makes of three steps, and what it is left with."""
     with everything_compiled() as patch:
         if not loops:
             patch.setattr(compiled, "_numba", lambda: None)
-        parameters = {name: torch.empty(shape) for name, shape in shapes.items()}
-        driver = Driver(algorithm, specs_of(parameters), CPU, group)
-        averages = []
-        for step in range(3):
-            drawn = [
-                numbers(kind if step == 1 else "usual", s, 10 * step + rank)
-                for s in shapes.values()
-            ]
-            flat = torch.from_numpy(np.concatenate([x.reshape(-1) for x in drawn]))
-            parts = torch.split(flat, [x.size for x in drawn])
-            given = {n: part.view(s) for (n, s), part in zip(shapes.items(), parts, strict=True)}
-            driver.add(given, first=True, last=True)
-            averages += [x.clone() for x in given.values()]
+        return steps_of(group, rank, algorithm, kind=kind, shapes=shapes)
+
+
+def together(replicas, algorithm=THINNED, *, loops=True, shapes=SHAPES):
+    """The same of replicas in one process."""
+    world = World(replicas)
+    with everything_compiled() as patch:
+        if not loops:
+            patch.setattr(compiled, "_numba", lambda: None)
+        return world.on_each(
+            lambda rank: steps_of(world.groups(rank), rank, algorithm, shapes=shapes)
+        )
+
+
+def steps_of(group, rank, algorithm, *, kind="usual", shapes=SHAPES):
+    """Gradients lie in one vector, as in DDP's buckets."""
+    parameters = {name: torch.empty(shape) for name, shape in shapes.items()}
+    driver = Driver(algorithm, specs_of(parameters), CPU, group)
+    averages = []
+    for step in range(3):
+        drawn = [
+            numbers(kind if step == 1 else "usual", s, 10 * step + rank) for s in shapes.values()
+        ]
+        flat = torch.from_numpy(np.concatenate([x.reshape(-1) for x in drawn]))
+        parts = torch.split(flat, [x.size for x in drawn])
+        given = {n: part.view(s) for (n, s), part in zip(shapes.items(), parts, strict=True)}
+        driver.add(given, first=True, last=True)
+        averages += [x.clone() for x in given.values()]
     return driver, averages
 
 
@@ -477,6 +592,8 @@ CODED = [
     Quantize("e3m0"),
     Sign(),
     Sign(per="row", magnitudes=2),
+    TopK(4, per=(8, 8)),
+    TopK(3, per=40, bits=8),
 ]
 
 
@@ -488,7 +605,8 @@ def same_codes(group, rank, kind="usual"):
             trained(group, rank, algorithm, loops=loops, kind=kind, shapes=shapes)
             for loops in (False, True)
         )
-        assert driver.ops.loops.made == set(SIGNS if isinstance(algorithm, Sign) else CODES)
+        own = {Sign: SIGNS, TopK: LARGEST}.get(type(algorithm), CODES)
+        assert driver.ops.loops.made == set(own)
         for mine, other in zip(
             [*found, *driver.memory.errors()], [*expected, *plain.memory.errors()], strict=True
         ):

@@ -610,3 +610,21 @@ def test_on_a_device_the_host_waits_for_nothing_to_see_a_run_of_skipped_steps(mo
     # Copied after step 10, and seen at 30, when it had arrived; copied then, and seen at 40.
     assert said_after == [40]
     assert int(skipped.count) == 50
+
+
+@pytest.mark.parametrize("begins", [1.0, 2.0])
+def test_an_error_of_float16_is_finite_whatever_scale_it_follows(begins):
+    """A scale that grows and falls back leaves it so; as an inf it would end all later steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=begins)
+    scaler.scale(torch.ones(1))  # as in a step before
+    scale, error = (
+        loss_scale.LossScale(scaler),
+        torch.tensor([40000.0, -3.0, -50000.0], dtype=torch.float16),
+    )
+    scale.follow([error])
+    scaler.update(4.0)
+    scale.follow([error])
+    scaler.update(1.0)
+    scale.follow([error])
+    assert torch.isfinite(error).all()
+    assert error[1] == -3

@@ -8,9 +8,11 @@ import hashlib
 import importlib
 import importlib.util
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 
 from gradwire.core.algorithm import Algorithm, nested
 from gradwire.core.algorithms.sign import Sign
+from gradwire.core.algorithms.top_k import TopK
 from gradwire.core.codecs import CODECS, Codec
 from gradwire.core.codecs.e3m0 import E3M0
 from gradwire.core.codecs.float8 import Float8
@@ -41,15 +44,16 @@ ARGUMENTS = {
     "encode_mean": "cxcxxi",
     "settle_codes": "xxcxxicxcxi",
     "sum_of_signs": "cxxnxi",
+    "largest": "xnx",
 }
-#: Loops of PowerSGD, of all that sends codes, and of signs: the latter two compute in float32
-#: alone, the bits that torch's operations come to, so that no rank need know whether another has
+#: Loops of PowerSGD, of all that sends codes, of signs and of `TopK`: all but the first compute in
+#: float32 alone, what torch's operations come to, so that no rank need know whether another has
 #: them.
 THIN, CODES = (
     ("add_and_project", "settle"),
     ("encode", "encode_sum", "decode_mean", "encode_mean", "settle_codes"),
 )
-SIGNS = ("sum_of_signs",)
+SIGNS, LARGEST = ("sum_of_signs",), ("largest",)
 #: How loops know codecs, see `gradwire.torch_backend.cpu.loops`.
 KINDS = {(Integers, 8): 0, (Integers, 4): 1, (Float8, 8): 2, (E3M0, 4): 3}
 #: Numbers of a model with fewer than so many parameters are in a processor's cache, and what is
@@ -59,6 +63,15 @@ LEAST = 1 << 20
 LARGE = 1 << 14
 
 _compiling = threading.Lock()
+
+
+def _begin_anew() -> None:
+    """A process that was forked while another thread compiled would wait for it for ever."""
+    global _compiling
+    _compiling = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 @functools.cache
@@ -144,7 +157,7 @@ def loops_for(
     algorithm: Algorithm | LocalSGD | None,
     specs: Mapping[str, Spec],
     device: torch.device,
-    names: Collection[str] = THIN + CODES + SIGNS,
+    names: Collection[str] = THIN + CODES + SIGNS + LARGEST,
     *,
     least: int | None = None,
 ) -> Loops:
@@ -158,24 +171,14 @@ def loops_for(
     wanted: list[tuple[str, torch.dtype]] = []
     for each in nested(algorithm):
         if (hints := getattr(each, "hints", None)) is not None and hints.linear:
-            wanted += [
-                (name, dtype) for name in THIN if name in names for dtype in dtypes & DTYPES.keys()
-            ]
-        if isinstance(each, Quantizer) and kind_of(CODECS[each.dtype]) is not None:
-            wanted += [
-                (name, dtype)
-                for name in CODES
-                if name in names
-                for dtype in dtypes & {torch.float32}
-            ]
-        if isinstance(each, Sign):
-            wanted += [
-                (name, dtype)
-                for name in SIGNS
-                if name in names
-                for dtype in dtypes & {torch.float32}
-            ]
-    return prepare(wanted, None if least is None else 1)
+            wanted += product(THIN, dtypes & DTYPES.keys())
+        coded = isinstance(each, Quantizer) and kind_of(CODECS[each.dtype]) is not None
+        used = (coded, CODES), (isinstance(each, Sign), SIGNS), (isinstance(each, TopK), LARGEST)
+        for applies, loops in used:
+            if applies:
+                wanted += product(loops, dtypes & {torch.float32})
+    kept = [(name, dtype) for name, dtype in wanted if name in names]
+    return prepare(kept, None if least is None else 1)
 
 
 def kind_of(codec: Codec) -> int | None:

@@ -448,3 +448,55 @@ def sum_of_signs(bits, above, below, numbers, out, runs, begin, end):
                     for k in range(BYTES):
                         own = high if (bits[w, first + np.uintp(k)] & looked_at) != 0 else low
                         out[i, np.uintp(j * BYTES + k)] += own
+
+
+# --- the largest of rows
+
+#: Magnitudes as integers of 31 bits, of which three digits are looked at one after the other: how
+#: many bits are below each, and how many it has.
+_DIGITS = ((20, 11), (10, 10), (0, 10))
+
+
+@_inner
+def _size(x):
+    """The bits of a magnitude, whose order is theirs; NaN is as large as inf."""
+    bits = np.int32(_bits(x) & _MAGNITUDE)
+    return bits if bits < _INFINITE else _INFINITE
+
+
+def largest(x, positions, values, begin, end):
+    """Rows of positions (R, k) become the places, rising, of the k largest magnitudes in those of x
+    (R, m), and rows of values (R, k) what is there; of equal ones the first are taken."""
+    m, k = x.shape[1], positions.shape[1]
+    sizes, counts = np.empty(m, np.int32), np.empty(1 << 11, np.int32)
+    for i in range(begin, end):
+        for c in range(m):
+            sizes[c] = _size(x[i, c])
+        # The least that is taken, digit by digit, and how many that are equal to it.
+        least, left = np.int32(0), k
+        for below, width in _DIGITS:
+            counts[: 1 << width] = 0
+            if below == 20:
+                for c in range(m):
+                    counts[np.uintp(sizes[c] >> 20)] += 1
+            else:
+                above, mask = below + width, (1 << width) - 1
+                known = least >> above
+                for c in range(m):
+                    if sizes[c] >> above == known:
+                        counts[np.uintp((sizes[c] >> below) & mask)] += 1
+            digit = (1 << width) - 1
+            while counts[digit] < left:
+                left -= counts[digit]
+                digit -= 1
+            least |= np.int32(digit << below)
+        at = 0
+        for c in range(m):
+            if sizes[c] >= least:
+                if sizes[c] == least:
+                    if left == 0:
+                        continue
+                    left -= 1
+                positions[i, at] = c
+                values[i, at] = x[i, c]
+                at += 1

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import torch
 
@@ -27,16 +28,48 @@ def over_rows(rows: int, least: int, loop: Callable[[int, int], None]) -> None:
         loop(0, rows)
         return
     ends = [rows * i // parts for i in range(parts + 1)]
+    todo = _Parts(pairwise(ends), loop)
     try:
-        others = [_threads(parts - 1).submit(loop, *ends[i : i + 2]) for i in range(1, parts)]
-    except RuntimeError:  # the interpreter ends, and starts no thread any more
-        loop(0, rows)
-        return
-    try:
-        loop(0, ends[1])
-    finally:
-        for other in others:
-            other.result()
+        for _ in range(parts - 1):
+            _threads(parts - 1).submit(todo.work)
+    except RuntimeError:  # the interpreter ends, or there are as many threads as there may be
+        pass
+    todo.work()
+    todo.wait()
+
+
+class _Parts:
+    """Ranges of rows, each of which is done once, by whoever comes for it."""
+
+    def __init__(self, parts: Iterable[tuple[int, int]], loop: Callable[[int, int], None]) -> None:
+        self._left, self._loop = list(parts), loop
+        self._active = 0
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+
+    def work(self) -> None:
+        """Do what is left."""
+        while True:
+            with self._changed:
+                if not self._left:
+                    return
+                part = self._left.pop()
+                self._active += 1
+            try:
+                self._loop(*part)
+            except BaseException as error:
+                self._error = error
+            finally:
+                with self._changed:
+                    self._active -= 1
+                    self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until others have done theirs. Raises what one of them has raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._active)
+        if self._error is not None:
+            raise self._error
 
 
 def _threads(number: int) -> ThreadPoolExecutor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.kernels.rows import of_tiles
+from gradwire.torch_backend.cpu.largest import largest as compiled_largest
 from gradwire.torch_backend.ops.workspace import Workspace
 
 #: Elements that are searched at a time, on the CPU and on a device: each needs 16 bytes beside it.
@@ -35,7 +36,7 @@ def largest_each(ops: Workspace, xs: Sequence[Tensor], k: int) -> tuple[Tensor, 
     index, values = (
         each[0] if len(each) == 1 else torch.cat(each) for each in zip(*found, strict=True)
     )
-    return index.to(torch.int32), values
+    return index, values
 
 
 def _lots(shapes: Sequence[tuple[int, ...]]) -> Iterator[slice]:
@@ -67,11 +68,13 @@ def _joined(ops: Workspace, xs: Sequence[Tensor]) -> Tensor:
 
 
 def _largest(ops: Workspace, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Positions, int64, and elements."""
+    """Positions, int32, and elements."""
+    if (found := compiled_largest(ops.loops, x, k)) is not None:
+        return found
     some = max(1, SEARCHED[not ops.host_knows] // max(1, x.shape[1]))
     each = [_searched(ops, part, k) for part in torch.split(x, some)]
     index = each[0] if len(each) == 1 else torch.cat(each)
-    return index, x.gather(-1, index)
+    return index.to(torch.int32), x.gather(-1, index)
 
 
 def _searched(ops: Workspace, x: Tensor, k: int) -> Tensor:
@@ -131,7 +134,7 @@ def _add(
 ) -> None:
     """Add values (W, R, k) to a vector, one replica after the other, in rows that begin at `rows`
     (R, 1). `distinct`: no two have one place."""
-    if ops.fused is not None and not distinct:
+    if ops.fused is not None and not distinct and index.shape[-1] <= ops.fused.widest:
         ops.fused.add_at(total, index, rows, values)
         return
     at, added = (index + rows).reshape(-1), values.reshape(-1)

@@ -12,6 +12,9 @@ from torch import Tensor
 from gradwire.torch_backend.engine.groups.barrier import LONGEST, Meeting
 from gradwire.torch_backend.torch_internals import foreach_mul_, tensor_of_scale
 
+#: The largest number of a float16.
+FLOAT16_MAX = 65504.0
+
 
 class LossScale:
     """The scale in whose units error memory is; its `value` is a tensor on the device where reading
@@ -37,6 +40,7 @@ class LossScale:
                 self.value = torch.full_like(scale, self.value)
             if errors:  # torch refuses an empty list
                 foreach_mul_(list(errors), scale / self.value)
+                _keep_finite(errors)
             # In place: steps may run on different streams, and memory belongs to the one that took
             # it.
             self.value.copy_(scale)
@@ -51,7 +55,16 @@ class LossScale:
         if scale != float(self.value):
             for x in errors:
                 x.mul_(scale / float(self.value))
+            _keep_finite(errors)
         self.value = scale
+
+
+def _keep_finite(errors: Collection[Tensor]) -> None:
+    """An error of float16 stays finite when its scale grows: an inf would stay one for ever, where
+    a step that is skipped makes the scale fall back."""
+    for x in errors:
+        if x.dtype == torch.float16:
+            x.clamp_(-FLOAT16_MAX, FLOAT16_MAX)
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> float | Tensor:

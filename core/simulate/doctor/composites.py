@@ -16,7 +16,15 @@ import numpy as np
 from gradwire.core.codecs import CODECS
 from gradwire.core.kernels.payloads import Coded, LowRank, Payload, Residual
 from gradwire.core.ops import Ops
-from gradwire.core.simulate.doctor.kernels import NEAR, STRAYS, Arrays, Check, hostile, signs
+from gradwire.core.simulate.doctor.kernels import (
+    NEAR,
+    STRAYS,
+    Arrays,
+    Check,
+    hostile,
+    signs,
+    sparse,
+)
 
 #: Codecs of which a backend may have loops.
 CODES = ("int8", "int4", "float8_e4m3fn", "e3m0")
@@ -29,7 +37,8 @@ MATRIX = (131, 261)
 def composites() -> dict[str, Check]:
     """All of them, by name. Those that have `strays` are the same bits by any loops of one
     backend."""
-    return dict([*_factors(), *_codes(), ("signs of several tensors", _signed())])
+    of_several = ("signs of several tensors", _signed()), ("largest of several", _largest())
+    return dict([*_factors(), *_codes(), *of_several])
 
 
 def _factors() -> Iterator[tuple[str, Check]]:
@@ -96,6 +105,13 @@ def _signed() -> Check:
         {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()},
         signs,
     )
+
+
+def _largest() -> Check:
+    """The largest of rows of two lengths, at their places: equal and hostile ones too."""
+    rng = np.random.default_rng(5)
+    equal = rng.integers(-2, 3, (40, 67)).astype(np.float32)
+    return Check({"x": _clear((64, 256)), "y": equal}, sparse)
 
 
 def _clear(shape: tuple[int, int]) -> Any:

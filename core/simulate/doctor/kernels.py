@@ -312,7 +312,7 @@ def _selection() -> Iterator[tuple[str, Check]]:
         "y": rng.standard_normal((3, 67)).astype(np.float32),
     }
     yield "signs of several tensors there and back", Check(given, signs)
-    yield "the largest of several tensors, added up", Check(given, _sparse)
+    yield "the largest of several tensors, added up", Check(given, sparse)
     integers = {"x": rng.integers(0, 1 << 12, (64, 128)).astype(np.int32)}
     yield (
         "integers of 12 bits there and back",
@@ -348,7 +348,7 @@ def signs(ops: Ops[Any], a: Arrays) -> list[Any]:
     return found
 
 
-def _sparse(ops: Ops[Any], a: Arrays) -> list[Any]:
+def sparse(ops: Ops[Any], a: Arrays) -> list[Any]:
     """What three replicas send of rows of two lengths."""
     arrays = list(a.values())
     index, values = ops.largest_each(arrays, 8)
