@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.core.simulate.doctor.methods import SECONDS, chosen
-from gradwire.core.simulate.doctor.processes import Job, as_host, free_port, run_job
-from gradwire.core.simulate.doctor.report import FAULT, Report, Row
+from gradwire.core.simulate.doctor.processes import Job, as_host, free_port, run_job, sent
+from gradwire.core.simulate.doctor.report import FAULT, NOTE, Report, Row
 from gradwire.core.text.options import checked
 
-#: Frameworks that are looked for.
-FRAMEWORKS = ("torch", "jax")
+#: Frameworks that are looked for, and what each has to have beside it.
+FRAMEWORKS: dict[str, tuple[str, ...]] = {"torch": (), "jax": ("optax",)}
 #: Of ranks on GPUs of their own, at most; on CPUs, and where several share a GPU.
 MOST, SHARED = 4, 2
 #: Devices of a CPU for `pmap` and `shard_map`.
@@ -45,14 +45,15 @@ def doctor(
     ranks that there are, and also compares what they run on.
 
     Args:
-        algorithms: what to try. None: all that are shipped; if `quick`, one that sends codes, one
-            that multiplies, one that sends signs.
+        algorithms: what to try; of two levels, the one between nodes. None: all that are shipped;
+            if `quick`, one that sends codes, one that multiplies, one that sends signs.
         quick: within a minute, instead of six; and nothing is compiled for torch.
         output: a JSON file, written after each check. None: none.
         show: is called with each row.
 
     Raises:
-        TypeError: an algorithm is none, or a schedule.
+        TypeError: an algorithm is none, or a schedule; or of one's own class, which other processes
+            cannot import.
         RuntimeError: neither torch nor jax is installed.
         OSError: the file cannot be written.
     """
@@ -71,31 +72,82 @@ def doctor(
         raise RuntimeError(
             "gradwire.doctor() needs torch or jax: pip install 'gradwire[torch]' or 'gradwire[jax]'"
         )
-    texts = [repr(algorithm) for algorithm in methods]
+    algorithms_sent = sent(methods)
     end = time.monotonic() + SECONDS[quick]
+    lacking = NOTE if len(installed) > 1 else FAULT
+    jobs = [_jobs(name, algorithms_sent, quick, report, lacking) for name in installed]
     # One framework's processes wait for messages while the other's compile.
-    chains = [
-        threading.Thread(target=_run, args=(_JOBS[name](texts, quick), report, end))
-        for name in installed
-    ]
-    for chain in chains:
-        chain.start()
-    for chain in chains:
-        chain.join()
+    chains = _Chains(report, end)
+    chains.run([each for each in jobs if each])
     return report
 
 
-def _run(jobs: Sequence[Callable[[float], Job]], report: Report, end: float) -> None:
-    """One job after the other; what one leaves of its time is for the next."""
-    for left, make in zip(range(len(jobs), 0, -1), jobs, strict=True):
-        job = make(max(1.0, (end - time.monotonic()) * (1 if left == 1 else 1.5 / left)))
+def _jobs(
+    name: str, algorithms: str, quick: bool, report: Report, lacking: str
+) -> Sequence[Callable[[float], Job]]:
+    """What is checked with a framework; nothing, and a row that says why, where it is not whole. It
+    is a fault that it cannot be loaded, and `lacking` that it lacks something."""
+    absent = [each for each in FRAMEWORKS[name] if importlib.util.find_spec(each) is None]
+    if absent:
+        said = (
+            f"{name} is here without {', '.join(absent)}, which gradwire needs there: left out;"
+            f" pip install 'gradwire[{name}]'"
+        )
+        report.add(Row(name, "installation", lacking, said))
+        return []
+    try:
+        return _JOBS[name](algorithms, quick)
+    except Exception as error:  # of the framework, which cannot be loaded
+        said = f"it cannot be loaded: {type(error).__name__}: {error}"
+        report.add(Row(name, "installation", FAULT, said))
+        return []
+
+
+class _Chains:
+    """Threads that each run some jobs, one after the other. None outlasts `run`."""
+
+    def __init__(self, report: Report, end: float) -> None:
+        self._report, self._end = report, end
+        self._stop = threading.Event()
+        self._errors: list[BaseException] = []
+
+    def run(self, several: Sequence[Sequence[Callable[[float], Job]]]) -> None:
+        """Run all chains. Raises what a caller's `show` raises, or ctrl-C."""
+        threads = [
+            threading.Thread(target=self._run, args=(jobs,), daemon=True) for jobs in several
+        ]
         try:
-            run_job(job, report.add, report.add_machine)
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            self._stop.set()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def _run(self, jobs: Sequence[Callable[[float], Job]]) -> None:
+        try:
+            for left, make in zip(range(len(jobs), 0, -1), jobs, strict=True):
+                if not self._stop.is_set():
+                    # What one job leaves of its time is for the next.
+                    seconds = (self._end - time.monotonic()) * (1 if left == 1 else 1.5 / left)
+                    self._run_one(make(max(1.0, seconds)))
+        except BaseException as error:
+            self._errors.append(error)
+            self._stop.set()
+
+    def _run_one(self, job: Job) -> None:
+        try:
+            run_job(job, self._report.add, self._report.add_machine, self._stop)
         except OSError as error:
-            report.add(Row(job.part, "start", FAULT, f"{type(error).__name__}: {error}"))
+            self._report.add(Row(job.part, "start", FAULT, f"{type(error).__name__}: {error}"))
 
 
-def _torch_jobs(algorithms: list[str], quick: bool) -> list[Callable[[float], Job]]:
+def _torch_jobs(algorithms: str, quick: bool) -> list[Callable[[float], Job]]:
     machine = importlib.import_module("gradwire.torch_backend.doctor.machine")
     device, module = machine.first_device(), "gradwire.torch_backend.doctor"
     gpus = importlib.import_module("torch").cuda.device_count() if device.type == "cuda" else 0
@@ -148,7 +200,7 @@ def _torch_jobs(algorithms: list[str], quick: bool) -> list[Callable[[float], Jo
     return [*jobs, kernels]
 
 
-def _jax_jobs(algorithms: list[str], quick: bool) -> list[Callable[[float], Job]]:
+def _jax_jobs(algorithms: str, quick: bool) -> list[Callable[[float], Job]]:
     module, gpus = "gradwire.jax_backend.doctor", _gpus()
     on_cpu = f"--xla_force_host_platform_device_count={CPU_DEVICES}"
     flags = f"{os.environ.get('XLA_FLAGS', '')} {on_cpu}".strip()
@@ -184,7 +236,7 @@ def _jax_jobs(algorithms: list[str], quick: bool) -> list[Callable[[float], Job]
     return [devices, processes] if _several_processes() else [devices]
 
 
-_JOBS: dict[str, Callable[[list[str], bool], list[Callable[[float], Job]]]] = {
+_JOBS: dict[str, Callable[[str, bool], list[Callable[[float], Job]]]] = {
     "torch": _torch_jobs,
     "jax": _jax_jobs,
 }
@@ -196,6 +248,7 @@ def _of_rank(rank: int, size: int, port: str) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "OMP_NUM_THREADS": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # no launcher keeps a store at that port
     }
 
 

@@ -26,7 +26,7 @@ from gradwire.core.kernels.numpy import NumpyOps, dtype_named
 from gradwire.core.ops import Spec
 from gradwire.core.protocol.programs import Request
 from gradwire.core.simulate.lock_step import NDArray, lock_step
-from gradwire.core.text.name_patterns import UnmatchedPattern, matches
+from gradwire.core.text.name_patterns import UnmatchedPattern, matches, one_name
 
 #: A matrix that compilers cut into tiles; one that fits no tile and no block, twice, since what is
 #: alike may be computed as one; one of rows that are zero, large, small and all alike; a vector.
@@ -71,7 +71,7 @@ def known_specs(
 ) -> dict[str, Spec]:
     """The parameters of the steps: `SHAPES`, larger where the algorithm compresses none of them;
     and for each pattern of names in its options the first of the `named` parameters that it
-    matches, no larger than `LARGEST`.
+    matches, no larger than `LARGEST`. None: a matrix under a name that is made of the pattern.
 
     Raises:
         ValueError: the algorithm cannot serve them.
@@ -83,14 +83,14 @@ def known_specs(
             name: Spec(tuple(n * times for n in spec.shape), spec.dtype)
             for name, spec in small.items()
         }
-        state = _begun(algorithm, specs, named or {})
+        state = _begun(algorithm, specs, named)
         if state.tensors or not compresses:
             break
     return {name: Spec(spec.shape, dtype) for name, spec in specs.items()}
 
 
 def _begun(
-    algorithm: Algorithm, specs: dict[str, Spec], named: Mapping[str, Spec]
+    algorithm: Algorithm, specs: dict[str, Spec], named: Mapping[str, Spec] | None
 ) -> State[NDArray]:
     """The algorithm's memory of these parameters, to which those are added that its patterns ask
     for."""
@@ -98,14 +98,12 @@ def _begun(
         try:
             return algorithm.init(NumpyOps(), specs)
         except UnmatchedPattern as unmatched:
-            found = [
-                name for name in named if matches(name, unmatched.pattern) and name not in specs
-            ]
+            pattern, (first, *_) = unmatched.pattern, specs.values()
+            others = {one_name(pattern): first} if named is None else named
+            found = [name for name in others if matches(name, pattern) and name not in specs]
             if not found:
                 raise
-            specs[found[0]] = Spec(
-                _at_most(named[found[0]].shape), next(iter(specs.values())).dtype
-            )
+            specs[found[0]] = Spec(_at_most(others[found[0]].shape), first.dtype)
 
 
 def _at_most(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Iterable, Sequence
 
 from gradwire.core.text.wording import some
@@ -43,6 +44,12 @@ class Patterns(dict[str, int]):
 def matches(name: str, pattern: str) -> bool:
     """Whether a parameter's name matches, on every system with upper and lower case distinct."""
     return fnmatch.fnmatchcase(name, pattern)
+
+
+def one_name(pattern: str) -> str:
+    """A name that the pattern matches, unless it excludes letters."""
+    of_sets = re.sub(r"\[(.)[^]]*\]", r"\1", pattern)
+    return of_sets.replace("*", "any").replace("?", "x")
 
 
 def require_matches(option: str, patterns: Iterable[str], names: Iterable[str]) -> None:

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gradwire.core.plan.expressions import parse_algorithm
-from gradwire.core.simulate.doctor.processes import say_machine, say_row
+from gradwire.core.simulate.doctor.processes import received, say_machine, say_row
 from gradwire.core.simulate.doctor.report import Section, unseen_row
 from gradwire.jax_backend.doctor.checks import MAPS, check_kernels, check_messages, check_methods
 from gradwire.jax_backend.doctor.machine import facts, unseen
@@ -27,7 +26,7 @@ def main(arguments: dict[str, Any]) -> None:
     """Check what the arguments say: this process's devices, or those of several processes."""
     warnings.simplefilter("ignore")
     part, until = arguments["part"], time.monotonic() + arguments["seconds"]
-    algorithms: Any = [parse_algorithm(text) for text in arguments["algorithms"]]
+    algorithms = received(arguments["algorithms"])
     if "coordinator" in arguments:
         local = {"local_device_ids": arguments["devices"]} if arguments.get("devices") else {}
         jax.distributed.initialize(

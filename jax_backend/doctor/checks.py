@@ -16,8 +16,9 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.simulate.doctor import kernels
 from gradwire.core.simulate.doctor.messages import given, messages, require_right
+from gradwire.core.simulate.doctor.methods import known
 from gradwire.core.simulate.doctor.report import Fault, Section
-from gradwire.core.simulate.known_answers import KnownStep, known_specs, known_steps
+from gradwire.core.simulate.known_answers import KnownStep
 from gradwire.core.state import checkpoint
 from gradwire.jax_backend.axes.mapped_axis import mark_varying
 from gradwire.jax_backend.engine.driver import drive
@@ -76,7 +77,7 @@ def check_methods(
 
 def _check_method(algorithm: Algorithm, driver: str, devices: Sequence[Any]) -> str:
     replicas = len(devices)
-    specs = known_specs(algorithm, "float32")
+    specs, steps = known(algorithm, replicas)
     tx = average_gradients(algorithm, axis_name=AXIS)
     like = tx.init({name: np.zeros(spec.shape, np.float32) for name, spec in specs.items()})
     mesh = Mesh(np.array(devices), (AXIS,))
@@ -97,35 +98,33 @@ def _check_method(algorithm: Algorithm, driver: str, devices: Sequence[Any]) -> 
         step = jax.jit(
             jax.shard_map(one, mesh=mesh, in_specs=specs_of, out_specs=specs_of, check_vma=False)
         )
-    count = 0
-    for known in known_steps(algorithm, specs, replicas):
-        state = _begun(algorithm, known, like, replicas)
+    for one_step in steps:
+        state = _begun(algorithm, one_step, like, replicas)
         state = (
             replicate(state, devices, axis_name=AXIS)
             if driver == "pmap"
             else distribute(state, mesh, AXIS)
         )
-        updates, state = step(_placed(known.gradients, devices, driver), state)
+        updates, state = step(_placed(one_step.gradients, devices, driver), state)
         averages = {name: _rows(x) for name, x in updates.items()}
         for replica in next(iter(averages.values())):
-            after = _memory(state, driver, replica, known)
-            if wrong := known.wrong_on(
+            after = _memory(state, driver, replica, one_step)
+            if wrong := one_step.wrong_on(
                 replica, {name: x[replica] for name, x in averages.items()}, after
             ):
                 raise Fault(wrong)
-        count += 1
-    return f"{count} steps"
+    return f"{len(steps)} steps"
 
 
-def _begun(algorithm: Algorithm, known: KnownStep, like: Any, replicas: int) -> Any:
+def _begun(algorithm: Algorithm, step: KnownStep, like: Any, replicas: int) -> Any:
     """The state before a step, of all replicas."""
     own = [
         {
-            **checkpoint.head("compressor", repr(algorithm), known.number),
+            **checkpoint.head("compressor", repr(algorithm), step.number),
             "shared": state.shared,
             "tensors": state.tensors,
         }
-        for state in known.before
+        for state in step.before
     ]
     return from_portable(
         checkpoint.gather(NumpyOps(), own, algorithm.per_replica),
@@ -135,19 +134,19 @@ def _begun(algorithm: Algorithm, known: KnownStep, like: Any, replicas: int) -> 
     )
 
 
-def _memory(state: Any, driver: str, replica: int, known: KnownStep) -> State[NDArray]:
+def _memory(state: Any, driver: str, replica: int, step: KnownStep) -> State[NDArray]:
     """What a replica of this process remembers after a step, by tensor."""
     tensors: dict[str, dict[str, NDArray]] = {}
     for trees, differs in ((state.memory, False), (state.local.per_replica, True)):
         for key, tree in trees.items():
             for name, x in tree.items() if key != NOTHING else ():
-                right = known.after[replica].tensors.get(name, {}).get(key)
+                right = step.after[replica].tensors.get(name, {}).get(key)
                 if isinstance(x, tuple) or right is None:
                     continue
                 everywhere = not differs and driver == "shard_map"
                 row = _in_numpy(x.addressable_shards[0].data) if everywhere else _rows(x)[replica]
                 tensors.setdefault(name, {})[key] = row.reshape(right.shape)
-    return State(dict(known.after[replica].shared), tensors)
+    return State(dict(step.after[replica].shared), tensors)
 
 
 def _mapped(body: Callable[..., Any], driver: str, devices: Sequence[Any]) -> Callable[..., Any]:

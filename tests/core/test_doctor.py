@@ -1,18 +1,21 @@
 """What the doctor is made of, without a framework: its report, its processes, its command."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 import gradwire
-from gradwire import TopK, diloco
+from gradwire import Sign, TopK, TwoLevel, diloco, doctoring
 from gradwire.cli.app import main
-from gradwire.core.plan.expressions import parse_algorithm
 from gradwire.core.simulate.doctor import kernels, messages
 from gradwire.core.simulate.doctor.methods import QUICK, WHOLE, chosen
-from gradwire.core.simulate.doctor.processes import Job, run_job
+from gradwire.core.simulate.doctor.processes import Job, received, run_job, sent
 from gradwire.core.simulate.doctor.report import (
     FAULT,
     NOTE,
@@ -33,7 +36,9 @@ given = json.loads(sys.argv[1])
 print("a warning")
 say_machine({"selfcheck": os.environ["GRADWIRE_SELFCHECK"], "said": os.environ.get("SAID", "")})
 for name, verdict in given["rows"]:
-    say_row(Row("part", name, verdict, "why"))
+    if given.get("noise"):
+        os.write(1, b"half a line")
+    say_row(Row("part", name, verdict, str(os.getpid()) if name == "pid" else "why"))
 if given.get("hangs"):
     time.sleep(600)
 if given.get("fails"):
@@ -132,9 +137,115 @@ def test_algorithms_by_name_and_in_lists():
     assert chosen(None, quick=False) == WHOLE
     assert chosen([TopK(4)], quick=True) == (TopK(4),)
     # as processes are told
-    assert [parse_algorithm(repr(algorithm)) for algorithm in WHOLE] == list(WHOLE)
+    assert received(sent(WHOLE)) == WHOLE
+    assert chosen([TwoLevel(TopK(4), within="node")], quick=True) == (TopK(4),)
     with pytest.raises(TypeError, match="algorithms=LocalSGD"):
         gradwire.doctor([diloco(30)])
+
+
+def test_an_own_class_is_sent_unless_only_this_process_has_it(tmp_path, monkeypatch):
+    (tmp_path / "own_method_of_doctor.py").write_text(
+        "from gradwire import Sign\nclass Mine(Sign):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from own_method_of_doctor import Mine  # type: ignore[import-not-found]
+
+    assert received(sent([Mine()])) == (Mine(),)
+
+    class Local(Sign):
+        pass
+
+    with pytest.raises(TypeError, match=r"algorithms: .*cannot be sent to them"):
+        gradwire.doctor([Local()], show=lambda row: None)
+    monkeypatch.setattr(Mine, "__module__", "__main__")
+    with pytest.raises(TypeError, match=r"cannot import Mine .*put the class in a module"):
+        gradwire.doctor([Mine()], show=lambda row: None)
+
+
+def test_what_is_no_file_is_written_to_and_stays(tmp_path):
+    """/dev/null, say."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    Report(path=pipe).save()
+    reader.join(20)
+    assert json.loads(read[0]) == {"machine": [], "rows": []}
+    assert pipe.is_fifo()
+
+
+def test_a_framework_that_is_not_whole_is_named(monkeypatch):
+    """Without what gradwire needs beside it; or one that cannot be loaded."""
+
+    def broken(*_):
+        raise ImportError("libcublas.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(doctoring, "FRAMEWORKS", {"torch": (), "json": ("no_such_package",)})
+    monkeypatch.setitem(doctoring._JOBS, "torch", broken)
+    report = gradwire.doctor(quick=True, show=lambda row: None)
+    torch, other = report.rows
+    assert (torch.part, torch.verdict, other.part, other.verdict) == ("torch", FAULT, "json", NOTE)
+    assert "libcublas.so.12" in torch.detail
+    assert "here without no_such_package" in other.detail
+    monkeypatch.setattr(doctoring, "FRAMEWORKS", {"json": ("no_such_package",)})
+    assert gradwire.doctor(quick=True, show=lambda row: None).faults
+
+
+def doctor_of(speaker, monkeypatch, *jobs):
+    """Two frameworks, each with processes that say what they are told."""
+    monkeypatch.setattr(doctoring, "FRAMEWORKS", {"json": (), "csv": ()})
+    job = [
+        lambda seconds, given=given: Job("part", speaker, [given], [{}], seconds) for given in jobs
+    ]
+    monkeypatch.setattr(doctoring, "_JOBS", dict.fromkeys(("json", "csv"), lambda *_: job))
+
+
+def test_what_show_raises_ends_all_of_it(speaker, monkeypatch):
+    hangs = {"rows": [("a", OK)], "hangs": True}
+    doctor_of(speaker, monkeypatch, hangs, hangs)
+    began = time.monotonic()
+    with pytest.raises(BrokenPipeError):
+        gradwire.doctor(quick=True, show=fail_with(BrokenPipeError()))
+    assert time.monotonic() - began < 200
+
+
+def fail_with(error):
+    def show(row):
+        raise error
+
+    return show
+
+
+def test_a_row_is_read_whatever_is_written_around_it(speaker):
+    """By a library in C++, say, that ends no line."""
+    (row, other) = ran(speaker, {"rows": [("a", OK), ("b", FAULT)], "noise": True}).rows
+    assert (row.check, other.check, other.verdict) == ("a", "b", FAULT)
+
+
+#: A doctor whose processes hang, until it is interrupted.
+INTERRUPTED = """
+import sys
+from gradwire import doctoring
+from gradwire.core.simulate.doctor.processes import Job
+doctoring.FRAMEWORKS = {"json": (), "csv": ()}
+job = lambda seconds: Job("part", "doctor_speaker", [{"rows": [("pid", "ok")], "hangs": True}], [{}], seconds)
+doctoring._JOBS = dict.fromkeys(("json", "csv"), lambda *_: [job, job])
+doctoring.doctor(quick=True, show=lambda row: print(row.check, row.detail, flush=True))
+"""
+
+
+@pytest.mark.usefixtures("speaker")
+def test_ctrl_c_ends_all_processes():
+    command = [sys.executable, "-c", INTERRUPTED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(200) != 0
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_known_answers_are_numpys_own():
@@ -158,7 +269,7 @@ def test_messages_tell_who_has_sent_them():
 
 @pytest.fixture
 def without_frameworks(monkeypatch):
-    monkeypatch.setattr("gradwire.doctoring.FRAMEWORKS", ("no_such_framework",))
+    monkeypatch.setattr("gradwire.doctoring.FRAMEWORKS", {"no_such_framework": ()})
 
 
 @pytest.mark.usefixtures("without_frameworks")
@@ -194,7 +305,7 @@ def test_the_command_finds_a_fault(tmp_path, capsys, monkeypatch):
     in JAX."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sitecustomize.py").write_text(PLANTED)
-    monkeypatch.setattr("gradwire.doctoring.FRAMEWORKS", ("torch",))
+    monkeypatch.setattr("gradwire.doctoring.FRAMEWORKS", {"torch": ()})
     monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *sys.path]))
     monkeypatch.setattr("gradwire.doctoring.SECONDS", {True: 200.0, False: 200.0})
     with pytest.raises(SystemExit) as ended:

@@ -2,6 +2,7 @@
 between ranks, alone and under a launcher."""
 
 import importlib.util
+import os
 import time
 
 import pytest
@@ -9,9 +10,18 @@ import torch
 
 import gradwire
 from gradwire import AllReduce, PowerSGD, Quantize, Sign, TopK, WireDtype
-from gradwire.core.simulate.doctor.report import FAULT, NOTE, OK, Report, Row, Section, differing
-from gradwire.torch_backend.cpu import codes, compiled, signs, thin
-from gradwire.torch_backend.doctor import launched, machine
+from gradwire.core.simulate.doctor.report import (
+    FAULT,
+    NOTE,
+    OK,
+    SKIPPED,
+    Report,
+    Row,
+    Section,
+    differing,
+)
+from gradwire.torch_backend.cpu import codes, compiled, largest, signs, thin
+from gradwire.torch_backend.doctor import checks, launched, machine
 from gradwire.torch_backend.doctor.checks import check_kernels, check_messages, check_methods
 from gradwire.torch_backend.doctor.compiled_loops import check_loops
 from gradwire.torch_backend.engine.groups import halves
@@ -141,19 +151,35 @@ def test_what_is_planted_is_found(results, name):
 @cases.case
 def test_an_exception_ends_a_section(world):
     """Ranks may stand at other messages after it."""
-    rows = rows_of(check_methods, world.group, CPU, [PowerSGD({"no such parameter": 2}), Sign()])
-    first, second = rows
-    assert (first.verdict, second.verdict) == (FAULT, "skipped")
-    assert "no such parameter" in first.detail
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "register_comm_hook", lambda *_: {}["no such hook"])
+        first, second = rows_of(check_methods, world.group, CPU, [PowerSGD(2), Sign()])
+    assert (first.verdict, second.verdict) == (FAULT, SKIPPED)
+    assert "no such hook" in first.detail
+
+
+class OfOneModel(Sign):
+    def init(self, ops, specs):
+        if "my.layer" not in specs:
+            raise ValueError("this is for a model with my.layer")
+        return super().init(ops, specs)
+
+
+@cases.case
+def test_what_goes_by_names_is_tried_under_such_names(world):
+    """And what asks for more than that is left out, and no fault: the next is tried."""
+    named = PowerSGD({"*.embed?.[wv]eight": 2, "head": 0, "*": 1})
+    first, second, third = rows_of(check_methods, world.group, CPU, [named, OfOneModel(), Sign()])
+    assert (first.verdict, second.verdict, third.verdict) == (OK, SKIPPED, OK)
+    assert "it cannot be tried without your model: ValueError: this is for" in second.detail
 
 
 @cases.case
 def test_under_a_launcher(world):
     """Each rank takes part in the checks of all; differing machines are told, and a fault of one
     rank is known to each."""
+    threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launched, "join", lambda *_: world.group)
-        patch.setattr(torch.distributed, "destroy_process_group", lambda *_: None)
         own = machine.facts(CPU) | (
             {"gpu": f"GPU {world.rank}"} | ({"torch": "1.0"} if world.rank else {})
         )
@@ -170,6 +196,22 @@ def test_under_a_launcher(world):
     assert found["messages"].verdict == found["Sign()"].verdict == OK
     assert found["max_abs, NaN and inf, rank 1"].verdict == FAULT
     assert [facts["rank"] for facts in report.machine] == [0, 1]
+    # The training that asked goes on as before.
+    assert torch.distributed.get_world_size() == 2
+    assert torch.get_num_threads() == threads
+    assert "GRADWIRE_SELFCHECK" not in os.environ
+
+
+@cases.case
+def test_messages_that_are_wrong_on_another_rank_end_it_too(world):
+    """Between ranks that do not understand each other nothing else is right."""
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank:
+            swapped(patch)
+        report = Report(show=lambda row: None)
+        launched.examine([Sign()], report, seconds=200, quick=True)
+    assert "messages, rank 1" in {row.check for row in report.faults}
+    assert "Sign()" not in {row.check for row in report.rows}
 
 
 def test_kernels_are_right_here():
@@ -195,13 +237,15 @@ def wrong_loop(patch, name):
                 codes[begin:end, -1] ^= 1
             elif end > begin:
                 first = given[
-                    {"add_and_project": 3, "decode_mean": 2, "sum_of_signs": 4}.get(which, 0)
+                    {"add_and_project": 3, "decode_mean": 2, "sum_of_signs": 4, "largest": 2}.get(
+                        which, 0
+                    )
                 ]
                 first[..., -1] += 0.01 * abs(first).max()
 
         return called if which == name else loop
 
-    for module in (codes, signs, thin):
+    for module in (codes, signs, thin, largest):
         patch.setattr(module, "compiled", larger)
 
 
@@ -254,10 +298,10 @@ def test_loops_are_not_looked_for_elsewhere_and_need_not_be_there(monkeypatch):
 @cases.case
 def test_methods_run_with_compiled_loops_too(world):
     """A loop that is wrong on one rank is a fault there; what uses none runs once."""
-    methods = [PowerSGD(2), Quantize("int8"), TopK(8, per=64)]
+    methods = [PowerSGD(2), Quantize("int8"), TopK(8, per=64), Quantize("int2")]
     rows = rows_of(check_methods, world.group, CPU, methods, loops=True)
     assert faults_of(rows) == {}
-    assert [row.detail for row in rows] == ["4 steps, and with compiled loops"] * 2 + ["4 steps"]
+    assert [row.detail for row in rows] == ["4 steps, and with compiled loops"] * 3 + ["4 steps"]
     with pytest.MonkeyPatch.context() as patch:
         if world.rank:
             wrong_loop(patch, "settle_codes")

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.core.plan.expressions import parse_algorithm
-from gradwire.core.simulate.doctor.processes import say_machine, say_row
+from gradwire.core.simulate.doctor.processes import received, say_machine, say_row
 from gradwire.core.simulate.doctor.report import Section
 from gradwire.torch_backend.doctor.checks import (
     check_kernels,
@@ -44,7 +43,7 @@ def main(arguments: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     group = join(arguments["library"], device, arguments["seconds"])
     section = Section(part, say_row, until, of_first(device, group))
-    algorithms: Any = [parse_algorithm(text) for text in arguments["algorithms"]]
+    algorithms = received(arguments["algorithms"])
     check_messages(section, group, device)
     check_methods(section, group, device, algorithms, loops=not arguments["quick"])
     check_replays(section, group, device, algorithms)

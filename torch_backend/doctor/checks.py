@@ -19,8 +19,9 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.ops import Spec
 from gradwire.core.simulate.doctor import kernels
 from gradwire.core.simulate.doctor.messages import given, messages, require_right
+from gradwire.core.simulate.doctor.methods import known
 from gradwire.core.simulate.doctor.report import Fault, Section, unseen_row
-from gradwire.core.simulate.known_answers import KnownStep, known_specs, known_steps
+from gradwire.core.simulate.known_answers import KnownStep
 from gradwire.core.state.checkpoint import head
 from gradwire.torch_backend.cpu.compiled import Loops, loops_for
 from gradwire.torch_backend.ddp.hook import register_comm_hook
@@ -91,8 +92,7 @@ def note_unseen(section: Section, device: torch.device, say: Any) -> None:
 def _check_method(
     algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device, *, loops: bool
 ) -> str:
-    specs = known_specs(algorithm, "float32")
-    steps = list(known_steps(algorithm, specs, dist.get_world_size(group)))
+    specs, steps = known(algorithm, dist.get_world_size(group))
     wrong = _wrong_steps(algorithm, specs, steps, group, device, Loops())
     made = loops_for(algorithm, specs, device, least=0) if loops else Loops()
     # All ranks take all steps, so that none waits for another.

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.simulate.doctor.report import FAULT, NOTE, OK, Report, Row, Section, differing
+from gradwire.core.simulate.self_check import VARIABLE
 from gradwire.torch_backend.doctor.checks import (
     check_kernels,
     check_messages,
@@ -24,6 +26,7 @@ from gradwire.torch_backend.doctor.checks import (
 from gradwire.torch_backend.doctor.compiled_loops import check_loops
 from gradwire.torch_backend.doctor.machine import ALIKE, facts, first_device
 from gradwire.torch_backend.doctor.replayed_steps import check_replays
+from gradwire.torch_backend.engine.groups.process_groups import given_or_default
 
 #: Ranks that average together: each computes what all of them ought to come to. Ranks that stand
 #: far from each other are in one group, so that messages cross the network between nodes.
@@ -33,13 +36,44 @@ TOGETHER = 8
 def examine(
     algorithms: Sequence[Algorithm], report: Report, *, seconds: float, quick: bool
 ) -> None:
-    """Check all ranks. The report fills on rank 0; on the others it gets the faults."""
-    os.environ["GRADWIRE_SELFCHECK"] = "0"  # that is what happens here
+    """Check all ranks, in the default group if there is one. The report fills on rank 0; on the
+    others it gets the faults. Afterwards groups, threads and environment are as before."""
     until, device = time.monotonic() + seconds, first_device()
-    world = join(
-        "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo", device, seconds
-    )
+    with _as_before():
+        found = not dist.is_initialized()
+        library = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        world = join(library, device, seconds) if found else given_or_default(None)
+        whole = _examine(algorithms, report, world, device, until, quick=quick)
+        if found and whole:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Threads and environment are put back."""
+    threads, checked = torch.get_num_threads(), os.environ.get(VARIABLE)
     torch.set_num_threads(1)
+    os.environ[VARIABLE] = "0"  # that is what happens here
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if checked is None:
+            os.environ.pop(VARIABLE, None)
+        else:
+            os.environ[VARIABLE] = checked
+
+
+def _examine(
+    algorithms: Sequence[Algorithm],
+    report: Report,
+    world: dist.ProcessGroup,
+    device: torch.device,
+    until: float,
+    *,
+    quick: bool,
+) -> bool:
+    """Whether nothing was broken off, so that no rank stands at a message."""
     host, size, rank = dist.new_group(backend="gloo"), dist.get_world_size(), dist.get_rank()
     library = dist.get_backend()
     _compare_machines(facts(device), host, report)
@@ -63,8 +97,9 @@ def examine(
     )
     check_messages(section, world, device)
     merged()
-    if report.faults and any(row.check == "messages" for row in report.faults):
-        return  # between ranks that do not understand each other nothing else is right
+    # of this rank, or of another: "messages, rank 3"
+    if any(row.check.partition(",")[0] == "messages" for row in report.faults):
+        return False  # between ranks that do not understand each other nothing else is right
     count = -(-size // TOGETHER)
     groups = [[*range(first, size, count)] for first in range(count)]
     own = [dist.new_group(ranks) for ranks in groups][rank % count]
@@ -78,6 +113,11 @@ def examine(
         check_methods(several, own, device, [algorithm], loops=not quick)
         check_replays(several, own, device, [algorithm])
         merged()
+    if section.broken or several.broken:
+        return False
+    for group in {host, own}:
+        dist.destroy_process_group(group)
+    return True
 
 
 def _compare_machines(mine: dict[str, Any], host: dist.ProcessGroup, report: Report) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradwire.core.algorithm import Algorithm, require_algorithm
@@ -11,7 +11,11 @@ from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.quantize import Quantize
 from gradwire.core.algorithms.sign import Sign
 from gradwire.core.algorithms.top_k import TopK
+from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.algorithms.wire_dtype import WireDtype
+from gradwire.core.ops import Spec
+from gradwire.core.simulate.doctor.report import LeftOut
+from gradwire.core.simulate.known_answers import KnownStep, known_specs, known_steps
 
 QUICK: tuple[Algorithm, ...] = (WireDtype(AllReduce(), "int8"), PowerSGD(rank=4), Sign())
 WHOLE: tuple[Algorithm, ...] = (
@@ -38,7 +42,7 @@ SECONDS = {True: 60.0, False: 360.0}
 
 
 def chosen(algorithms: Sequence[Any] | None, quick: bool) -> tuple[Algorithm, ...]:
-    """Those that are named, or the list.
+    """Those that are named, with one level in place of two; or the list.
 
     Raises:
         TypeError: one of them is no algorithm, as a schedule of local SGD.
@@ -47,4 +51,15 @@ def chosen(algorithms: Sequence[Any] | None, quick: bool) -> tuple[Algorithm, ..
         return QUICK if quick else WHOLE
     for algorithm in algorithms:
         require_algorithm(algorithm, "algorithms")
-    return tuple(algorithms)
+    return tuple(map(without_levels, algorithms))
+
+
+def known(algorithm: Algorithm, replicas: int) -> tuple[Mapping[str, Spec], Sequence[KnownStep]]:
+    """Parameters, and the steps that an algorithm is to take with them. Raises `LeftOut` where
+    NumPy cannot take them: the same on all ranks, before any has sent anything."""
+    try:
+        specs = known_specs(algorithm, "float32")
+        return specs, list(known_steps(algorithm, specs, replicas))
+    except Exception as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise LeftOut(f"it cannot be tried without your model: {said}") from error

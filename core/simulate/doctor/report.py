@@ -29,6 +29,10 @@ class Fault(Exception):
     """A check has found something: the message says what, in one sentence."""
 
 
+class LeftOut(Exception):
+    """A check cannot be made here: the message says why."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One check.
@@ -90,7 +94,9 @@ class Report:
 
     def save(self) -> None:
         """Write the file, whole or not at all. Raises OSError."""
-        if self.path is not None:
+        if self.path is not None and self.path.exists() and not self.path.is_file():
+            self.path.write_text(self.to_json())  # a device or a pipe, which is not replaced
+        elif self.path is not None:
             beside = self.path.with_name(f"{self.path.name}.part")
             beside.write_text(self.to_json())
             beside.replace(self.path)
@@ -140,6 +146,8 @@ class Section:
             verdict, detail = OK, call() or ""
         except Fault as fault:
             verdict, detail = FAULT, str(fault)
+        except LeftOut as why_not:
+            verdict, detail = SKIPPED, str(why_not)
         except Exception as error:
             self.broken = True
             verdict, detail = FAULT, _said(error)
