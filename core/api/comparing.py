@@ -105,18 +105,15 @@ def compare(
     }
     runs = Runs(training or _called(make), replicas, steps, factors)
     runs.sources = {name_of(each): source_of_method(each) for each in others}
-    if output is not None:
-        count = min(STEPS, steps)
-        first = _engine(make, 0)(PLAIN, replicas, count, 0, [count], lambda: None, 1.0)
-        runs.fingerprint = Fingerprint.of(make, first)
-        runs = runs.continued(output)
     comparison = Comparison(runs, others)
 
     def train(algorithm: Any, seed: int, factor: float) -> None:
         name = name_of(algorithm)
         shown = f"{name}, rate × {factor:g}" if len(factors) > 1 else name
         on_step = _counted(partial(progress, shown, seed))
-        run = _engine(make, seed)(algorithm, replicas, steps, seed, looks[name], on_step, factor)
+        before = runs.done.get((name, seed, factor))  # at whose steps others of the file are judged
+        at = sorted({*looks[name], *(before.held_out if before else ())})
+        run = _engine(make, seed)(algorithm, replicas, steps, seed, at, on_step, factor)
         _require_windows(run, factors)
         runs.add(run)
         _require_seeds_to_matter(runs, seed, factor)
@@ -124,8 +121,16 @@ def compare(
             runs.save(output)
 
     try:
+        if output is not None:
+            count = min(STEPS, steps)
+            first = _engine(make, 0)(PLAIN, replicas, count, 0, [count], lambda: None, 1.0)
+            runs.fingerprint = Fingerprint.of(make, first)
+            runs = runs.continued(output, looks)
+            comparison = Comparison(runs, others)
         for seed in range(seeds):
             for algorithm in (PLAIN, *others):
+                if len(factors) > 1 and not looks[name_of(algorithm)]:
+                    continue  # nothing could be said of any of them
                 for factor in [comparison.factor(algorithm) or 1.0] if seed else factors:
                     if not runs.has(name_of(algorithm), seed, factor, looks[name_of(algorithm)]):
                         train(algorithm, seed, factor)
@@ -164,7 +169,7 @@ def _factors(rates: Sequence[float]) -> tuple[float, ...]:
 def _require_windows(run: Run, factors: Sequence[float]) -> None:
     """Raise ValueError if a search would leave no two windows, of which an interval is made, for
     the verdict."""
-    fewest = min(map(len, run.held_out.values()), default=0)
+    fewest = min(map(len, run.held_out.values()), default=2 * PARTS)
     if len(factors) > 1 and fewest < 2 * PARTS:
         raise ValueError(
             f"rates={list(factors)} are searched on half of the held-out windows, and evaluate"

@@ -155,7 +155,7 @@ def _train(
             raise ValueError(f"{name_of(algorithm)}: {error}") from error
         losses.append(float(np.mean(loss)))
         if n in looks and training.evaluate is not None:
-            held_out[n] = _held_out(training, form, tx, n, jax.tree.map(lambda x: x[0], state))
+            held_out[n] = _held_out(training, form, tx, n, _in_common(form, tx, state))
         on_step()
     return Run(name_of(algorithm), seed, losses, held_out, [], sent, factor, specs)
 
@@ -246,6 +246,18 @@ def _step(
     if tx is not None:
         state = with_parts(state, *tx.average_params(*parts(state)))
     return form.tree(state), loss
+
+
+def _in_common(form: _Form, tx: LocalOptimizer | None, rows: Any) -> Any:
+    """The tree of the first replica; where local SGD has no outer parameters, with the mean of all
+    replicas' parameters: in fragments they are averaged in different steps."""
+    first = jax.tree.map(lambda x: x[0], rows)
+    if tx is None or tx._halves.local.has_outer:
+        return first
+    own, opt_state = parts(form.state(first))
+    every, _ = parts(form.state(rows))
+    mean = jax.tree.map(lambda x, p: jnp.mean(x, 0).astype(p.dtype), every, own)
+    return form.tree(with_parts(form.state(first), mean, opt_state))
 
 
 def _held_out(

@@ -12,6 +12,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, diloco
+from gradwire.core.advise.timing import NoStep
 from gradwire.jax_backend import (
     Training,
     average_gradients,
@@ -21,6 +22,7 @@ from gradwire.jax_backend import (
     this_replica,
 )
 from gradwire.jax_backend.advise.compare import _Form, _rows, run
+from gradwire.jax_backend.advise.step_time import step_compute
 from tests.compared import require_no_mixture
 
 STEPS, REPLICAS, SEED = 6, 4, 1
@@ -106,7 +108,7 @@ def objects(wrap):
 
 
 def on_devices(algorithm):
-    """As a user writes it, by `pmap`: the mean losses."""
+    """As a user writes it, by `pmap`: the mean losses, and the parameters of all replicas."""
     local = isinstance(algorithm, LocalSGD)
     tx = optax.adamw(1e-2)
     tx = (
@@ -133,7 +135,7 @@ def on_devices(algorithm):
     for n in range(STEPS):
         state, loss = step(state, np.stack([own[n] for own in data]))
         losses.append(float(np.mean(loss)))
-    return losses
+    return losses, (state[0][0] if local else state[0])
 
 
 @pytest.fixture
@@ -147,10 +149,22 @@ def one_device(monkeypatch):
 @pytest.mark.slow
 def test_replicas_on_one_device_train_as_on_several(algorithm):
     found = run(pair, algorithm, REPLICAS, STEPS, SEED, {3, 6}, lambda: None)
-    assert found.losses == pytest.approx(on_devices(algorithm), rel=1e-4)
+    assert found.losses == pytest.approx(on_devices(algorithm)[0], rel=1e-4)
     assert set(found.held_out) == {3, 6}
     assert len(found.held_out[6]) == 8
     assert found.sent > 0
+
+
+def test_fragments_without_outer_parameters_are_looked_at_under_the_mean():
+    """Replicas are apart in all but the fragment that was averaged last."""
+    local = LocalSGD(4, fragments=2)
+    found = run(pair, local, REPLICAS, STEPS, SEED, {STEPS}, lambda: None)
+    _, every = on_devices(local)
+    mean, first = (
+        jax.tree.map(pick, every) for pick in (lambda x: x.mean((0, 1)), lambda x: x[0, 0])
+    )
+    assert found.held_out[STEPS] == pytest.approx(np.asarray(windows(mean)), rel=1e-4)
+    assert found.held_out[STEPS] != pytest.approx(np.asarray(windows(first)), rel=1e-4)
 
 
 @pytest.mark.slow
@@ -222,6 +236,14 @@ def test_each_replica_draws_its_own_noise():
         )
 
     assert len(run(keyed, AllReduce(), 2, 2, SEED, (), lambda: None).losses) == 2
+
+
+def test_a_step_that_returns_nothing_has_no_end_to_wait_for():
+    """It would be timed to its dispatch."""
+    x = jnp.ones(8)
+    with pytest.raises(NoStep, match=r"it returns nothing.*return what it computes"):
+        step_compute(lambda: print(end=str(jnp.sin(x).shape)[:0]))
+    assert step_compute(lambda: jnp.sin(x)).seconds > 0
 
 
 @pytest.mark.usefixtures("one_device")

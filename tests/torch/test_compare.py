@@ -26,13 +26,18 @@ from gradwire import (
     diloco,
 )
 from gradwire.core.advise.compare.comparison import Comparison
+from gradwire.core.advise.compare.fingerprint import source_of
 from gradwire.core.advise.losses import known_losses
 from gradwire.core.plan.advice import CompressionWarning
 from gradwire.torch_backend import Averager, local_sgd
 from gradwire.torch_backend.advise.compare.generators import seed_all
 from gradwire.torch_backend.advise.compare.one_process import World, ring_sum
 from gradwire.torch_backend.advise.compare.opaque import OpaqueReplicas
-from gradwire.torch_backend.advise.compare.replicas import parameters_of, replicas_of
+from gradwire.torch_backend.advise.compare.replicas import (
+    free_bytes,
+    parameters_of,
+    replicas_of,
+)
 from gradwire.torch_backend.advise.compare.run import run
 from gradwire.torch_backend.advise.compare.training import Training
 from gradwire.torch_backend.integrations import training_of_lightning, training_of_trainer
@@ -414,6 +419,90 @@ def test_held_out_losses_are_those_of_what_replicas_have_in_common(local):
             torch.testing.assert_close(found, torch.tensor(start))
 
 
+@pytest.mark.parametrize("method", [AllReduce(), LocalSGD(2)], ids=repr)
+def test_a_look_changes_neither_modes_nor_what_is_drawn_next(method):
+    """A part that its owner has put in `eval()` stays there, and an `evaluate` that draws, as a
+    DataLoader does, gives a replica no other dropout."""
+
+    def made():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+        net[2].eval()
+
+        def evaluate(net):
+            assert not net.training
+            assert torch.rand(3).sum() > 0
+            return [torch.zeros(()), torch.ones(())]
+
+        parts = {
+            "model": net,
+            "evaluate": evaluate,
+            "batches": lambda replica, replicas: [torch.randn(2, 4) + replica] * 9,
+            "loss": lambda net, x: net(x + 1).square().mean(),
+        }
+        return replicas_of(Training(**FINE | parts), method, 2, 0)
+
+    seen, unseen = made(), made()
+    for _ in range(4):
+        assert seen.step() == unseen.step()
+        seen.held_out()
+    assert [m.training for m in seen.training.model] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [LocalSGD(4, fragments=2), diloco(3, fragments=2, overlap=1), diloco(2, eager=True)],
+    ids=repr,
+)
+def test_a_step_of_the_users_own_is_looked_at_as_one_in_pieces(method):
+    """Under what replicas have in common, also where they are apart; and each goes on from its
+    own."""
+    own, pieces = OpaqueReplicas(parts, method, 2, SEED), replicas_of(whole(), method, 2, SEED)
+    for _ in range(6):
+        assert own.step() == pytest.approx(pieces.step(), rel=1e-6)
+        assert own.held_out() == pytest.approx(pieces.held_out(), rel=1e-5)
+
+
+def test_memory_that_torch_keeps_for_itself_is_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 60)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
+    assert free_bytes(torch.device("cuda")) == 45
+
+
+def test_ctrl_c_ends_all_replicas(monkeypatch):
+    """None of them goes on in what is done next."""
+    world = World(3)
+    ended = world._ended
+
+    class Interrupted:
+        def __init__(self):
+            self.asked = 0
+
+        def acquire(self):
+            self.asked += 1
+            if self.asked == 1:
+                raise KeyboardInterrupt
+            return ended.acquire()
+
+        def release(self):
+            ended.release()
+
+    monkeypatch.setattr(world, "_ended", Interrupted())
+    steps = []
+
+    def step(rank):
+        for _ in range(1000):
+            world.pause(rank)
+            world._in_vain = 0
+            steps.append(rank)
+
+    with pytest.raises(KeyboardInterrupt):
+        world.on_each(step)
+    assert not any(world._running)
+    assert len(steps) < 3000
+
+
 # Trainings of Hugging Face's Trainer and of Lightning, against what these train themselves in one
 # process.
 
@@ -564,6 +653,60 @@ WRONG = [
 ]
 
 
+#: A list of one dictionary, and two lists in a list.
+ALIKE = [
+    lambda module: [step_every_step(module)],
+    lambda module: list(step_every_epoch(module)),
+]
+
+
+@pytest.mark.parametrize("optimizer", ALIKE)
+def test_forms_of_optimizers_that_lightning_takes(optimizer):
+    class Module(nn.Linear):
+        automatic_optimization = True
+
+        def configure_optimizers(self):
+            return optimizer(self)
+
+    made, _ = training_of_lightning(Module(2, 2), numbers()).made_optimizer()
+    assert isinstance(made, torch.optim.SGD)
+
+
+def test_a_module_is_set_up_as_lightning_does():
+    """Before its loaders are asked for; several of them are refused."""
+
+    class Module(nn.Module):
+        automatic_optimization = True
+
+        def prepare_data(self):
+            self.told = ["prepare_data"]
+
+        def setup(self, stage):
+            self.told.append(stage)
+
+        def configure_model(self):
+            self.net = nn.Linear(2, 2)
+
+        def train_dataloader(self):
+            assert self.told == ["prepare_data", "fit"]
+            return [numbers()] * loaders
+
+        def validation_step(self, batch, number):
+            return batch
+
+        def val_dataloader(self):
+            return [numbers(), numbers()]
+
+    loaders = 2
+    with pytest.raises(TypeError, match="val_dataloader returns 2 loaders"):
+        training_of_lightning(Module())
+    Module.val_dataloader = lambda self: numbers()
+    training = training_of_lightning(Module())
+    assert set(training.parameters) == {"net.weight", "net.bias"}
+    with pytest.raises(TypeError, match="train_dataloader returns 2 loaders"):
+        next(iter(training.batches(0, 1)))
+
+
 @pytest.mark.parametrize(("optimizer", "error", "named"), WRONG)
 def test_what_configures_no_optimizer_is_refused(optimizer, error, named):
     """By what a module has, whoever wrote it."""
@@ -615,6 +758,59 @@ def test_runs_of_a_training_that_was_edited_are_made_anew(tmp_path):
         ("0.1, 2.0, 1", "0.1, 2.0, 2"),
     ]
     require_no_mixture(tmp_path, EDITED, *edits)
+
+
+def edited_training(folder):
+    file = folder / "edited_training.py"
+    file.write_text(EDITED)
+    return made_by(file), {"replicas": 2, "seeds": 1, "training": "mine"}
+
+
+def test_a_file_keeps_what_its_other_methods_are_judged_by(tmp_path):
+    """Uncompressed averages that are trained anew, for another period, are looked at where they
+    were before, too; and are not named as taken."""
+    (make, options), output = edited_training(tmp_path), tmp_path / "comparison.json"
+    first, second = LocalSGD(7), LocalSGD(9)
+    before = compare(make, [first], output=output, steps=60, **options)
+    after = compare(make, [second], output=output, steps=60, **options)
+    assert "plain" not in "".join(after.runs.notes)
+    again = compare(make, [first, second], output=output, steps=60, **options)
+    assert again.verdict(first) == before.verdict(first)
+    assert again.verdict(second) == after.verdict(second)
+    (note,) = again.runs.notes
+    assert all(name in note for name in ("plain", "LocalSGD(period=7)", "LocalSGD(period=9)"))
+
+
+def test_two_comparisons_at_once_write_one_file(tmp_path):
+    (make, options), output = edited_training(tmp_path), tmp_path / "comparison.json"
+    meanwhile = []
+
+    def progress(method, seed, step):
+        if method == "Sign()" and not meanwhile:
+            meanwhile.append(compare(make, [PowerSGD(1)], output=output, steps=12, **options))
+
+    compare(make, [Sign()], output=output, steps=12, progress=progress, **options)
+    assert {repr(each) for each in Comparison.load(output).algorithms} == {
+        "Sign()",
+        "PowerSGD(rank=1)",
+    }
+
+
+def test_no_rate_is_searched_of_what_no_verdict_can_be_made(tmp_path):
+    """A first average that comes after the last step; the others are compared."""
+    make, options = edited_training(tmp_path)
+    found = compare(make, [LocalSGD(50), Sign()], steps=12, rates=(0.5, 1.0), **options)
+    assert found.factor(Sign()) in (0.5, 1.0)
+    assert "not run" in str(found)
+    assert "no verdict before 3 averages" in str(found).replace("\n", " ")
+
+
+def test_objects_that_a_training_is_given_may_lie_elsewhere():
+    class Data:
+        pass
+
+    first, second = (source_of(partial(whole, Data(), rate=0.1)) for _ in range(2))
+    assert first == second != source_of(partial(whole, Data(), rate=0.2))
 
 
 OWN = """

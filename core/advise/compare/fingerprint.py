@@ -8,6 +8,7 @@ import functools
 import hashlib
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -78,7 +79,8 @@ def source_of(make: Callable[..., Any]) -> str:
     comments and layout alone is the same."""
     function, given = make, ""
     while isinstance(function, functools.partial):
-        given += repr((function.args, sorted(function.keywords.items())))
+        objects = repr((function.args, sorted(function.keywords.items())))
+        given += re.sub(r" at 0x[0-9a-fA-F]+", "", objects)  # which are elsewhere in each process
         function = function.func
     function = inspect.unwrap(function)
     given += "".join(

@@ -106,7 +106,9 @@ class Runs:
         return run is not None and set(looks) <= set(run.held_out)
 
     def save(self, path: str | Path) -> None:
-        """Write them as JSON; what was there before stays until that is done. Raises OSError."""
+        """Write them as JSON, beside what another comparison of this training has written there
+        meanwhile; what was there before stays until that is done. Raises OSError."""
+        self._keep_others(path)
         data = {
             "format": FORMAT,
             "training": self.training,
@@ -122,6 +124,24 @@ class Runs:
         }
         with whole_file(path) as file:
             file.write((json.dumps(_of_json(data), allow_nan=False) + "\n").encode())
+
+    def _keep_others(self, path: str | Path) -> None:
+        """Note the runs of a file that are of this very training, and are not here."""
+        try:
+            found = Runs.load(path)
+        except (OSError, ValueError):  # none, or nothing to be kept
+            return
+        alike = all(
+            getattr(self, name) == getattr(found, name)
+            for name in ("training", "replicas", "steps")
+        )
+        if not alike or self._changed_since(found):
+            return
+        found._drop_edited(self.sources)
+        for key, run in found.done.items():
+            if key not in self.done and run.model == next(iter(self.done.values()), run).model:
+                self.done[key] = run
+        self.sources = found.sources | self.sources
 
     @classmethod
     def load(cls, path: str | Path) -> Runs:
@@ -154,10 +174,11 @@ class Runs:
             raise ValueError(f"{path} has the format {data['format']!r}, not {FORMAT!r}")
         return runs
 
-    def continued(self, path: str | Path) -> Runs:
+    def continued(self, path: str | Path, looks: Mapping[str, Sequence[int]] | None = None) -> Runs:
         """The same, with what a file has of this very training, of other factors too, which is
-        named; this, if there is no file, or if its runs are of the training as it was before.
-        Raises ValueError for a file of another comparison."""
+        named, as far as it was evaluated after the steps `looks` of its method; this, if there is
+        no file, or if its runs are of the training as it was before. Raises ValueError for a file
+        of another comparison."""
         if not Path(path).exists():
             return self
         found = Runs.load(path)
@@ -176,8 +197,8 @@ class Runs:
             )
             return replace(self, notes=(note,))
         notes = found._drop_edited(self.sources)
-        if found.done:
-            notes.append(f"Taken from {path}: {found._listed()}")
+        if taken := found._listed(looks or {}):
+            notes.append(f"Taken from {path}: {taken}")
         return replace(
             found,
             factors=self.factors,
@@ -208,10 +229,11 @@ class Runs:
             else self.fingerprint.difference(before.fingerprint)
         )
 
-    def _listed(self) -> str:
+    def _listed(self, looks: Mapping[str, Sequence[int]]) -> str:
         seeds: dict[str, set[int]] = {}
         for run in self.done.values():
-            seeds.setdefault(run.method, set()).add(run.seed)
+            if set(looks.get(run.method, ())) <= set(run.held_out):
+                seeds.setdefault(run.method, set()).add(run.seed)
         return "; ".join(
             f"{method} (seeds {', '.join(map(str, sorted(own)))})" for method, own in seeds.items()
         )

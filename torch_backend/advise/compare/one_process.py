@@ -87,7 +87,12 @@ class World:
         for rank in range(self.size):
             threading.Thread(target=run, args=(rank,), daemon=True, name=f"replica {rank}").start()
         self._turns[0].release()
-        self._ended.acquire()
+        try:
+            self._ended.acquire()
+        except BaseException as stopped:  # ctrl-C: no replica may go on in what is done next
+            self._errors.append(stopped)
+            self._ended.acquire()
+            raise
         if self._errors:
             raise self._errors[0]
         return results
@@ -176,6 +181,8 @@ class _Group:
 
 class _Groups(ProcessGroups):
     """Any partition of the replicas, for one of them."""
+
+    in_one_process = True
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank

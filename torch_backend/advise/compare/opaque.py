@@ -11,7 +11,8 @@ trainings.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from gradwire.torch_backend.advise.compare.replicas import (
     OF_A_REPLICA,
     driver_of,
     handle_of,
+    in_common,
     largest_rate,
     require_memory,
     size_in_bytes,
@@ -95,13 +97,34 @@ class OpaqueReplicas:
         return int(self._hooked[0].sent)
 
     def held_out(self) -> list[float]:
-        """The losses of the held-out windows, under the model of the first replica: those that
-        average parameters have just done so."""
+        """The losses of the held-out windows, in the model of the first replica, under what
+        replicas have in common."""
         before = drawn(self.device)
         model, _, _, evaluate = self.made[0]
-        found = held_out_losses(model, evaluate)
+        with self._in_common():
+            found = held_out_losses(model, evaluate)
         put_back(before, self.device)
         return found
+
+    @contextmanager
+    def _in_common(self) -> Iterator[None]:
+        """The first replica has the parameters that stand for all, within."""
+        handle, first = self._hooked[0].handle, self.parameters
+        if handle is None:
+            yield
+            return
+        sets = [hooked.parameters for hooked in self._hooked]
+        own, common = (
+            {name: p.detach().clone() for name, p in first.items()},
+            in_common(handle, sets),
+        )
+        try:
+            for name, p in first.items():
+                p.detach().copy_(common[name])
+            yield
+        finally:
+            for name, p in first.items():
+                p.detach().copy_(own[name])
 
     def _on_each(self, function: Callable[[int], Any]) -> list[Any]:
         before, put_arithmetic_back = drawn(self.device), arithmetic(self.device)
@@ -129,28 +152,28 @@ class _Hooked:
     def __init__(
         self, groups: Any, algorithm: Any, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
-        self._parameters = _trained(model)
+        self.parameters = _trained(model)
         self._armed = self._averaged = False
         self.rate = 0.0
-        self._handle: Any = None
+        self.handle: Any = None
         self._driver: Driver | None = None
         if isinstance(algorithm, LocalSGD):
             buffers = dict(model.named_buffers())
-            self._handle, target = handle_of(
-                algorithm, groups, self._parameters, self._parameters, buffers
+            self.handle, target = handle_of(
+                algorithm, groups, self.parameters, self.parameters, buffers
             )
             self._driver = target.driver
-            step_on_every_rank(optimizer, self._handle._begin, self._handle._end)
+            step_on_every_rank(optimizer, self.handle._begin, self.handle._end)
         else:
-            self._driver = driver_of(algorithm, groups, self._parameters)
+            self._driver = driver_of(algorithm, groups, self.parameters)
         optimizer.register_step_post_hook(self._stepped)
-        for p in self._parameters.values():
+        for p in self.parameters.values():
             p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
 
     @property
     def sent(self) -> int:
-        if self._handle is not None:
-            return int(self._handle.stats().bytes_sent)
+        if self.handle is not None:
+            return int(self.handle.stats().bytes_sent)
         assert self._driver is not None
         return int(self._driver.collectives.sent.nbytes)
 
@@ -168,7 +191,7 @@ class _Hooked:
                 "step() has two backward passes; give the pieces, Training(..., accumulate=2)"
             )
         gradients: dict[str, Tensor] = {}
-        for name, p in self._parameters.items():
+        for name, p in self.parameters.items():
             if p.grad is None:
                 raise ValueError(
                     f"parameter {name!r} has no gradient; give the pieces, a Training, which may"

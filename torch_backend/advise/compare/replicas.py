@@ -7,7 +7,7 @@ Gloo.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -104,9 +104,10 @@ class Replicas:
         """The losses of the held-out windows, under what replicas have in common."""
         training = self.training
         assert training.evaluate is not None
-        before = drawn(self.device)
+        before, own = drawn(self.device), self._generators[0]
         with self._as(0):
             found = held_out_losses(training.model, partial(training.evaluate, training.model))
+        self._generators[0] = own  # methods that are looked at in other steps draw the same
         put_back(before, self.device)
         return found
 
@@ -288,16 +289,7 @@ class LocalReplicas(Replicas):
     def held_out(self) -> list[float]:
         """The held-out loss under the outer parameters, if there are any, or the mean of those of
         the replicas."""
-        handle, sets = self._handles[0], self._sets
-        if handle.synchronized:
-            common: Mapping[str, Tensor] = sets[0]
-        elif handle.local.has_outer and handle.steps > handle.local.start_step:
-            common = {
-                name: x.to(sets[0][name].dtype) for name, x in handle.outer_parameters().items()
-            }
-        else:
-            common = {name: torch.stack([own[name] for own in sets]).mean(0) for name in sets[0]}
-        own, self._sets = self._sets, [dict(common)] * self.replicas
+        own, self._sets = self._sets, [in_common(self._handles[0], self._sets)] * self.replicas
         try:
             return super().held_out()
         finally:
@@ -322,6 +314,19 @@ class OwnParameters(Target):
 
     def average_by(self, driver: Driver) -> None:
         self.driver = driver
+
+
+def in_common(handle: LocalSGDHandle, sets: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The parameters that stand for all replicas of local SGD, whose own are `sets`: theirs where
+    they are equal, the outer ones, or the mean."""
+    if handle.synchronized:
+        return dict(sets[0])
+    if handle.local.has_outer and handle.steps > handle.local.start_step:
+        return {name: x.to(sets[0][name].dtype) for name, x in handle.outer_parameters().items()}
+    return {
+        name: torch.stack([own[name].detach() for own in sets]).mean(0).to(x.dtype)
+        for name, x in sets[0].items()
+    }
 
 
 def driver_of(algorithm: Any, groups: ProcessGroups, parameters: Mapping[str, Tensor]) -> Driver:
@@ -395,7 +400,9 @@ def require_memory(needed: int, replicas: int, device: torch.device) -> None:
 def free_bytes(device: torch.device) -> int | None:
     """The bytes of free memory; None where nobody says."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # What torch keeps of tensors that are gone is free too.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     try:
         with open("/proc/meminfo") as file:
             return next(

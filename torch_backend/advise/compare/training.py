@@ -129,15 +129,16 @@ class Training:
 
 
 def held_out_losses(model: nn.Module, evaluate: Callable[[], Any]) -> list[float]:
-    """What `evaluate` returns, without gradients and with the model in `eval()`. Raises ValueError
-    for fewer than two losses."""
-    training = model.training
+    """What `evaluate` returns, without gradients and with the model in `eval()`; afterwards each
+    module is as it was. Raises ValueError for fewer than two losses."""
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
             found = evaluate()
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training
     several = isinstance(found, Sequence) or (isinstance(found, Tensor) and found.dim() == 1)
     losses = [float(x) for x in found] if several else []
     if len(losses) < 2:
