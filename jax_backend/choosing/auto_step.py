@@ -30,9 +30,11 @@ from gradwire.core.advise.choosing.methods import (
     Auto,
     Chosen,
     Decisions,
+    appended,
     change_in_words,
     expected_order,
     methods_of,
+    read_or_begin,
 )
 from gradwire.core.advise.choosing.step_times import StepTimes
 from gradwire.core.algorithm import Algorithm
@@ -411,11 +413,13 @@ class AutoStep:
         if not self._compiling:
             self._compiling = True
             self._compiled[self._number] = READY
-            lowered = {
-                n: self._lowered(n, state, args)
-                for n, is_ in enumerate(self._compiled)
-                if is_ == WAITING
-            }
+            waiting = [n for n, is_ in enumerate(self._compiled) if is_ == WAITING]
+            lowered: dict[int, Any] = {}
+            for n in waiting:
+                try:
+                    lowered[n] = self._lowered(n, state, args)
+                except Exception as error:
+                    self._leave_out(n, error)
             # Python's end waits for it: a process that ends within a compiler is aborted.
             threading.Thread(target=self._compile, args=(lowered,)).start()
         if self._answer is None and self._at % ASKED == 0:
@@ -429,14 +433,21 @@ class AutoStep:
     def _lowered(self, number: int, state: Any, args: Sequence[Any]) -> Any:
         """The program of a step, not compiled yet. It is traced here, where the mesh is in
         context."""
-        part = jax.tree.map(_shape_of, self._part(number))
-        shapes = [
-            part if _is_ours(x) else jax.tree.map(_shape_of, x)
+        if self._mesh is None and jax.process_count() > 1:  # where `pmap` takes no shapes
+            part, of = self._fresh(number), lambda x: x
+        else:
+            part, of = jax.tree.map(_shape_of, self._part(number)), _shape_of
+        given = [
+            part if _is_ours(x) else jax.tree.map(of, x)
             for x in jax.tree.leaves(state, is_leaf=_is_ours)
         ]
-        return self._steps[number].lower(
-            jax.tree.unflatten(self._structures[number], shapes), *jax.tree.map(_shape_of, args)
-        )
+        whole = jax.tree.unflatten(self._structures[number], given)
+        return self._steps[number].lower(whole, *jax.tree.map(of, args))
+
+    def _leave_out(self, number: int, error: Exception) -> None:
+        name = name_of(self._methods[number])
+        logger.warning("Auto leaves %s out, whose step was not compiled: %s", name, error)
+        self._compiled[number] = FAILED
 
     def _compile(self, lowered: dict[int, Any]) -> None:
         for number, program in lowered.items():
@@ -446,8 +457,7 @@ class AutoStep:
             try:
                 program.compile()  # `jax.jit` finds it there when it is called
             except Exception as error:
-                logger.warning("Auto leaves %s out, whose step was not compiled: %s", name, error)
-                self._compiled[number] = FAILED
+                self._leave_out(number, error)
                 continue
             self.compile_seconds[name] = perf_counter() - began
             self._compiled[number] = READY
@@ -547,9 +557,7 @@ class AutoStep:
                 f" {', '.join(map(name_of, self._methods))}. Give all the same Auto(…), and the"
                 " same files"
             )
-        text = said_by_the_first(
-            "decisions", lambda: path.read_text() if path is not None and path.exists() else ""
-        )
+        text = said_by_the_first("decisions", lambda: "" if path is None else read_or_begin(path))
         if not text:
             return None, path if jax.process_index() == 0 else None
         try:
@@ -564,10 +572,8 @@ class AutoStep:
             trial, chosen = 0, number
             if self._chooser is not None:
                 trial, chosen = self._chooser.trial, self._order[self._chooser.chosen]
-            with self._log.open("a") as file:
-                file.write(
-                    Decisions.line(step, self._methods[number], trial, self._methods[chosen])
-                )
+            line = Decisions.line(step, self._methods[number], trial, self._methods[chosen])
+            self._log = appended(self._log, line)
 
 
 @dataclass
@@ -611,6 +617,8 @@ def _shape_of(x: Any) -> Any:
     """The shape of an array, and how it lies; what is no array stays as it is."""
     if not isinstance(x, jax.Array):
         return x
-    lies = None if isinstance(x, jax.core.Tracer) else x.sharding
+    # One that nobody has placed goes where the others are.
+    placed = not isinstance(x, jax.core.Tracer) and getattr(x, "committed", True)
+    lies = x.sharding if placed else None
     kind: Any = jax.ShapeDtypeStruct
     return kind(x.shape, x.dtype, sharding=lies, weak_type=bool(getattr(x, "weak_type", False)))

@@ -541,6 +541,35 @@ def test_a_method_that_cannot_be_compiled_is_left_out(monkeypatch, caplog):
     assert "whose step was not compiled: division by zero" in caplog.text
 
 
+def test_a_method_that_cannot_be_traced_is_left_out(monkeypatch, caplog):
+    mesh = mesh_of(2)
+    auto = AutoStep(Auto(), on_a_mesh(mesh), axis_name=AXIS, mesh=mesh)
+    Clock((1.0, 0.2, 0.5), monkeypatch).auto = auto
+    lowered = auto._lowered
+
+    def some(number, *given):
+        if number == 1:
+            raise NotImplementedError("sums in groups")
+        return lowered(number, *given)
+
+    monkeypatch.setattr(auto, "_lowered", some)
+    trained(auto, auto.init(), 40, mesh)
+    assert [c.number for c in auto.choices] == [0, 2]
+    assert "whose step was not compiled: sums in groups" in caplog.text
+
+
+def test_arguments_that_nobody_has_placed(monkeypatch):
+    """As of `jnp.asarray` and `jax.random.split`: they go where the others are."""
+    mesh = mesh_of(2)
+    auto = AutoStep(Auto(), on_a_mesh(mesh), axis_name=AXIS, mesh=mesh)
+    Clock((1.0, 0.2, 0.5), monkeypatch).auto = auto
+    state, counted = auto.init(), 0
+    while counted < 20:
+        state, _ = auto.step(state, *map(jnp.asarray, batch(counted, mesh.size)))
+        counted += auto._chooser is not None
+    assert [c.number for c in auto.choices] == [0, 1]
+
+
 @pytest.mark.slow
 def test_a_train_state_under_pmap(monkeypatch):
     """Whose optimizer is part of its structure. And another number of rows in the last batch: a

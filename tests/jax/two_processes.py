@@ -218,6 +218,34 @@ def chooses(process, mesh, folder):
     )
     assert stats(state).scalars()["steps"] == steps
     auto_step.perf_counter = clock
+    chooses_under_pmap(process)
+
+
+def chooses_under_pmap(process):
+    """All methods are compiled there too, of arrays: it takes no shapes in several processes."""
+    from gradwire import Auto
+    from gradwire.jax_backend import AutoStep
+    from tests.jax.replicas import AXIS
+
+    params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+
+    def build(average):
+        tx = optax.chain(average, optax.sgd(0.1))
+
+        def train_step(state, x):
+            loss = lambda p: jnp.square(x @ p["w"] + p["b"] - 1).mean()  # noqa: E731
+            updates, opt_state = tx.update(jax.grad(loss)(state[0]), state[1], state[0])
+            return optax.apply_updates(state[0], updates), opt_state
+
+        return (params, tx.init(params)), jax.pmap(train_step, axis_name=AXIS, donate_argnums=0)
+
+    auto = AutoStep(Auto(), build, axis_name=AXIS)
+    state = auto.init()
+    while auto._chooser is None:
+        state = auto.step(state, np.full((1, 1, 32), process + auto._at % 3, np.float32))
+    assert len(auto._order) == len(auto._methods) > 1
+    for _ in range(20):
+        state = auto.step(state, np.full((1, 1, 32), process + auto._at % 3, np.float32))
 
 
 def stays_in_the_memory_of_the_host(mesh, state, sharded):

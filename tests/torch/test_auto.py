@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, Auto, PowerSGD, Probe, WireDtype
-from gradwire.core.advise.choosing.methods import Decisions
+from gradwire.core.advise.choosing.methods import Decisions, appended
 from gradwire.core.advise.cost import Cost
 from gradwire.core.advise.probe import Level
 from gradwire.core.advise.timeline import Group
@@ -38,7 +38,8 @@ class Clock:
     """In place of the time of day: a step takes what its method takes on this rank."""
 
     def __init__(self, seconds):
-        self.seconds, self.now, self.pauses, self.choosing, self._calls = seconds, 0.0, [], None, 0
+        self.seconds, self.now, self.choosing, self._calls = seconds, 0.0, None, 0
+        self.pauses, self.waits = [], []  # before steps, and in steps, for others that pause
 
     def __call__(self):
         began, self._calls = self._calls % 2 == 0, self._calls + 1
@@ -46,6 +47,8 @@ class Clock:
             0.01 if began else self.seconds[min(self.choosing._number, len(self.seconds) - 1)]
         )
         if began and self._calls // 2 in self.pauses:
+            self.now += 100
+        if not began and (self._calls - 1) // 2 in self.waits:
             self.now += 100
         return self.now
 
@@ -277,6 +280,72 @@ def test_with_a_loss_scaler_and_pauses(world):
     assert handle.stats().choices[-1].number == 1
     assert world.agree(weights(ddp.module))
     assert all(torch.isfinite(x).all() for x in weights(ddp.module).values())
+
+
+@cases.case
+def test_a_checkpoint_on_one_rank_is_no_burst_of_the_network(world):
+    """For which the others wait in a step of theirs, and would put the fastest method aside."""
+    ddp, handle = wrapped(world, Auto())
+    clock = Clock((1.0, 0.4, 0.6))
+    clock.choosing = handle._choosing
+    clock.pauses, clock.waits = ([50, 70], []) if world.rank == 1 else ([], [50, 70])
+    with mock.patch.object(auto, "perf_counter", clock):
+        train(ddp, LOSS, 90, local=False)
+    assert [c.number for c in handle.stats().choices] == [0, 1]
+    assert handle._choosing._chooser._bursts.per_step(1) == 0
+
+
+@cases.case
+def test_iterations_with_a_pass_that_is_discarded_are_compared(world):
+    """As of a GAN, whose generator's loss goes through the discriminator."""
+    ddp, handle = wrapped(world, Auto())
+    clock = Clock((1.0, 0.4, 0.6))
+    clock.choosing = handle._choosing
+    with mock.patch.object(auto, "perf_counter", clock):
+        for step in range(40):
+            with handle.discarded():
+                LOSS(ddp, world.rank, 100 + step).backward()
+            ddp.zero_grad()
+            LOSS(ddp, world.rank, step).backward()
+    assert handle.stats().choices[-1].number == 1
+
+
+@cases.case
+def test_decisions_have_a_folder_and_an_empty_file_has_none(world):
+    path = world.folder / "runs" / "first" / "decisions.jsonl"
+    for _ in range(2):
+        _, handle = wrapped(world, Auto(decisions=path))
+        assert path.parent.is_dir()
+        assert handle._choosing._choice.decisions is None
+    if world.rank == 0:
+        (world.folder / "file").write_text("")
+    words = said(wrapped, world, Auto(decisions=world.folder / "file" / "decisions.jsonl"))
+    assert "decisions=" in words
+
+
+def test_no_training_ends_for_a_log_that_cannot_be_written_any_more(tmp_path, caplog):
+    path = tmp_path / "decisions.jsonl"
+    assert appended(path, "one\n") == appended(path, "two\n") == path
+    assert path.read_text() == "one\ntwo\n"
+    assert appended(tmp_path / "gone" / "decisions.jsonl", "three\n") is None
+    assert "are not written to" in caplog.text
+
+
+@cases.case
+def test_machines_of_different_sizes_choose_among_the_same_methods(world):
+    """Where some find that ranks do not divide among machines as on theirs, and others do not."""
+    asked = []
+
+    def methods_of(*given):
+        asked.append(given[3])
+        return [AllReduce()]
+
+    with (
+        mock.patch.object(auto, "nodes_of", return_value=world.rank + 1),
+        mock.patch.object(auto, "methods_of", methods_of),
+    ):
+        wrapped(world, Auto())
+    assert asked == [1]
 
 
 @cases.case

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,9 +24,11 @@ from gradwire.core.advise.choosing.methods import (
     Auto,
     Chosen,
     Decisions,
+    appended,
     change_in_words,
     expected_order,
     methods_of,
+    read_or_begin,
 )
 from gradwire.core.advise.choosing.step_times import StepTimes
 from gradwire.core.algorithm import Algorithm
@@ -89,6 +91,8 @@ def choice_for(
         near = nodes_of(group, device)
     except ValueError:  # machines with different numbers of ranks
         near = 1
+    every = gathered_by_all(near, group, device)  # of which some may not know
+    near = near if all(each == near for each in every) else 1
     try:
         for method in methods_of(auto, specs, group.size(), near):
             trial = tried(method, specs, group.size(), device)
@@ -136,10 +140,10 @@ def choice_for(
 
 def _read(auto: Auto, rank: int) -> tuple[str | None, str]:
     """The decisions that are repeated, or why they cannot be."""
-    if rank != 0 or auto.decisions is None or not Path(auto.decisions).exists():
+    if rank != 0 or auto.decisions is None:
         return None, ""
     try:
-        return Path(auto.decisions).read_text(), ""
+        return read_or_begin(Path(auto.decisions)) or None, ""
     except (OSError, ValueError) as error:
         return None, str(error)
 
@@ -209,7 +213,9 @@ class Choosing:
                 " the capture does"
             )
         self._step = None
-        if driver.discarding or driver.measurement is not None or self._alone:
+        if driver.discarding:  # a part of the iteration in which it is
+            return
+        if driver.measurement is not None or self._alone:
             self._last = None
             return
         if self._choice.decisions is not None:
@@ -323,8 +329,8 @@ class Choosing:
     def _write(self, step: int, number: int) -> None:
         if self._choice.log is not None:
             trial, chosen = self._chooser.trial, self._methods[self._chooser.chosen]
-            with self._choice.log.open("a") as file:
-                file.write(Decisions.line(step, self._methods[number], trial, chosen))
+            line = Decisions.line(step, self._methods[number], trial, chosen)
+            self._choice = replace(self._choice, log=appended(self._choice.log, line))
 
     def loaded(self, state: Mapping[str, Any], strict: bool) -> StateMismatch:
         """Go on from a saved state with the method that it is of; times are measured anew. Returns

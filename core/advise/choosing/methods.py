@@ -4,6 +4,7 @@ repeated."""
 from __future__ import annotations
 
 import json
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.text.options import OWN_CHECK, check_options
+
+logger = logging.getLogger("gradwire")
 
 
 class Chosen(NamedTuple):
@@ -233,3 +236,25 @@ class Decisions:
         """The number of the method that averages this step."""
         place = bisect_right(self._steps, step)
         return self._numbers[place - 1] if place else 0
+
+
+def read_or_begin(path: Path) -> str:
+    """The decisions in a file. "": there are none, and a log of new ones can be written there; its
+    folder is made. Raises OSError."""
+    text = path.read_text() if path.exists() else ""
+    if not text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    return text
+
+
+def appended(log: Path, line: str) -> Path | None:
+    """The log with a line more. None, and a warning, where it cannot be written any more: no
+    training ends for it."""
+    try:
+        with log.open("a") as file:
+            file.write(line)
+    except OSError as error:
+        logger.warning("Auto's decisions are not written to %s any more: %s", log, error)
+        return None
+    return log

@@ -1,4 +1,5 @@
-"""What steps take here, without those before which somebody paused: an evaluation, a checkpoint."""
+"""What steps take here, unless somebody paused before one: for an evaluation, a checkpoint. Others
+wait for that replica in their steps, and cannot tell it from a slow network."""
 
 from __future__ import annotations
 
@@ -18,15 +19,18 @@ class StepTimes:
         >>> times = StepTimes()
         >>> for seconds in (1.0, 1.5, 1.25):
         ...     times.add(0.1, seconds)
-        >>> times.add(60.0, 61.0)                            # an evaluation
-        >>> times.take(), times.take()
-        (1.25, None)
+        >>> times.take()
+        1.25
+        >>> times.add(0.1, 1.25), times.add(60.0, 61.0)      # an evaluation
+        (None, None)
+        >>> times.take()
     """
 
     def __init__(self) -> None:
         self._outside: deque[float] = deque(maxlen=REMEMBERED)
         self._whole: deque[float] = deque(maxlen=REMEMBERED)
         self._recent: list[float] = []
+        self._paused = False
 
     def add(self, outside: float, whole: float, counts: bool = True) -> None:
         """Take a step: the seconds in which nothing of it ran, since the one before, and all of
@@ -34,6 +38,7 @@ class StepTimes:
         if len(self._outside) >= 3 and outside > PAUSE * median(self._outside) + SHORT * median(
             self._whole
         ):
+            self._paused = True
             return
         self._outside.append(outside)
         self._whole.append(whole)
@@ -41,6 +46,7 @@ class StepTimes:
             self._recent.append(whole)
 
     def take(self) -> float | None:
-        """The mean since the last time; None: no step counted."""
+        """The mean since the last time; None: no step counted, or there was a pause."""
         recent, self._recent = self._recent, []
-        return fmean(recent) if recent else None
+        paused, self._paused = self._paused, False
+        return fmean(recent) if recent and not paused else None
