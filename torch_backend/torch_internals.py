@@ -267,6 +267,13 @@ def timeout_of_library(library: Any) -> Any:
 # ---- DistributedDataParallel. 2.6 to 2.15.
 
 
+def count_of_reducer(ddp: Any) -> int | None:
+    """How many parameters a DDP averages: those that it was made with. None where it does not
+    say."""
+    count: int | None = ddp._get_ddp_logging_data().get("num_parameter_tensors")
+    return count
+
+
 def noted_hooks(ddp: Any) -> list[Any]:
     """The communication hooks that DDP has noted, each with its state."""
     found: list[Any] = getattr(ddp, "_comm_hooks", [])

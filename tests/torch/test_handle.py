@@ -51,6 +51,16 @@ USED = {
 }
 
 
+@cases.case
+def test_the_size_of_the_error_does_not_depend_on_a_loss_scale(world):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    ddp, handle = wrapped(world, PowerSGD(rank=2))
+    other, scaled = wrapped(world, PowerSGD(rank=2), grad_scaler=scaler)
+    train(ddp, LOSS, 3, lr=0.0, local=False)
+    train(other, lambda *step: scaler.scale(LOSS(*step)), 3, lr=0.0, local=False)
+    assert scaled.local_error_norm() == pytest.approx(handle.local_error_norm(), rel=1e-4)
+
+
 @cases.each(USED)
 def test_after_unregister_ddp_averages_as_without_a_hook_and_takes_another(world, variant):
     """Compressed for two steps, plain, and compressed again; beside a DDP that has no hook, begins
@@ -74,6 +84,8 @@ def test_after_unregister_ddp_averages_as_without_a_hook_and_takes_another(world
         said(handle.unregister),
         said(handle.reconfigure, PowerSGD(rank=4)),
         said(handle.load_state_dict, handle.state_dict()),
+        said(handle.set, threshold=0.5),
+        said(setattr, handle, "weight", 2.0),
     ):
         assert words.startswith("ValueError: this handle is unregistered; register_comm_hook")
     driver = {"driver": weakref.ref(handle._driver)}
@@ -129,6 +141,8 @@ def test_after_unregister_of_local_sgd_replicas_are_equal_and_stay_so(world, mom
         handle.step,
         lambda: handle.reconfigure(LocalSGD(2)),
         lambda: handle.load_state_dict(saved),
+        lambda: handle.set(threshold=0.5),
+        lambda: setattr(handle, "weight", 2.0),
     ):
         assert "this handle is unregistered; local_sgd" in said(call)
     assert "_step_supports_amp_scaling" not in vars(optimizer)

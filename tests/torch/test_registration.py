@@ -4,6 +4,7 @@ test_refusals.py."""
 import logging
 import pickle
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -200,6 +201,60 @@ def test_tools_are_imported_when_they_are_asked_for(tmp_path):
         "has no attribute 'Compress'; it has AcceleratorCompression, LightningCompression, TrainerCompression, "
         "training_of_lightning, training_of_trainer"
     )
+
+
+def test_what_a_load_has_refused_is_not_tried_again(monkeypatch):
+    """In a training that resumes nothing. With strict=False what fits is kept."""
+    asked = []
+
+    def load(state, strict):
+        asked.append((state, strict))
+        if strict:
+            raise ValueError("the state is of another algorithm")
+
+    monkeypatch.setattr(
+        "gradwire.torch_backend.integrations.compression.load_beside",
+        lambda beside, state, memory, load: load(state),
+    )
+    handle = SimpleNamespace(_driver=SimpleNamespace(memory=None), load_state_dict=load)
+    for strict in (True, False):
+        compression = Compression(PowerSGD(2), strict=strict)
+        compression.handle = handle
+        compression.load_state_dict({"step": 3})
+        assert ("another algorithm" in said(compression.restore)) == strict
+        compression.restore()
+    assert asked == [({"step": 3}, True), ({"step": 3}, False)]
+
+
+def embedded(**options):
+    """An embedding with sparse gradients, and a layer."""
+    words = nn.Embedding(50, 32, sparse=True)
+    words.weight.requires_grad_(options.pop("trained", False))
+    return DistributedDataParallel(nn.Sequential(words, nn.Linear(32, 40)), **options)
+
+
+def test_a_sparse_embedding_that_is_not_trained_is_no_obstacle():
+    """It is frozen, or DDP was told to leave it out."""
+    gw.register_comm_hook(embedded(), PowerSGD(2))
+    assert "'0.weight' has sparse gradients" in said(
+        gw.register_comm_hook, embedded(trained=True), PowerSGD(2)
+    )
+    module = nn.Sequential(nn.Embedding(50, 32, sparse=True), nn.Linear(32, 40))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["0.weight"])
+    gw.register_comm_hook(DistributedDataParallel(module), PowerSGD(2))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_parameters_that_were_frozen_or_thawed_after_ddp_are_refused(frozen):
+    """DDP averages those that it was made with."""
+    model = mlp(*WIDTHS)
+    model[0].weight.requires_grad_(frozen)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    model[0].weight.requires_grad_(not frozen)
+    words = said(gw.register_comm_hook, ddp, PowerSGD(2))
+    assert "when DistributedDataParallel wrapped the model" in words
+    model[0].weight.requires_grad_(frozen)
+    gw.register_comm_hook(ddp, PowerSGD(2))
 
 
 def test_one_process_hands_the_memory_on(caplog):

@@ -37,6 +37,7 @@ from gradwire.torch_backend.setup.sharded_models import INSTEAD, is_fsdp
 from gradwire.torch_backend.state.rank_memory import ShardedState
 from gradwire.torch_backend.torch_internals import (
     before_compile,
+    count_of_reducer,
     hands_single_gradients,
     note_hooks,
     noted_hooks,
@@ -359,5 +360,12 @@ def _obstacle(
             'torch._dynamo.config.optimize_ddp="python_reducer" hands hooks single gradients'
             ' instead of buckets; set it to "ddp_optimizer", the default, before the model is'
             " wrapped"
+        )
+    known = count_of_reducer(ddp)
+    if known is not None and known != len(parameters):
+        return (
+            f"{len(parameters)} parameters have requires_grad=True, and {known} had when"
+            " DistributedDataParallel wrapped the model: it averages those. Freeze or thaw them"
+            " before, and wrap the model anew"
         )
     return obstacle(ddp.module, algorithm, parameters)

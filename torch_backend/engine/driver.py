@@ -154,10 +154,10 @@ class Driver(GradientStep):
         return self.measurement
 
     def local_error_norm(self) -> float:
-        """2-norm of this rank's error memory over all tensors; 0.0 without any. On CUDA this waits
-        for the device."""
+        """2-norm of this rank's error memory over all tensors, without a loss scale; 0.0 without
+        any. On CUDA this waits for the device."""
         norm = norm_of(self.memory.errors())
-        return 0.0 if norm is None else float(norm)
+        return 0.0 if norm is None else float(norm / self.memory.scale.value)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
         """Go on from a saved state in any form; see

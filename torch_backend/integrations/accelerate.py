@@ -34,6 +34,8 @@ class AcceleratorCompression(Compression):
         algorithm: what to run, see `register_comm_hook`.
         message_bytes: collect buckets until their payload has so many bytes, see
             `register_comm_hook`.
+        strict: False: of memory that another algorithm has left what fits is kept, see
+            `CommHook.load_state_dict`.
 
     Attributes:
         handle: of the hook, see docs/handles.md; None in a run of one process.
@@ -49,20 +51,34 @@ class AcceleratorCompression(Compression):
         algorithm: Algorithm,
         *,
         message_bytes: int | None = None,
+        strict: bool = True,
     ) -> None:
-        super().__init__(algorithm, message_bytes=message_bytes)
+        super().__init__(algorithm, message_bytes=message_bytes, strict=strict)
         self._accelerator = accelerator
+        self._saved: tuple[int, dict[str, Any]] | None = None
         self.attach(model, accelerator.scaler)
         accelerator.register_for_checkpointing(self)
         number = next(_numbers.setdefault(accelerator, itertools.count()))
         file = f"compressor_{number}.pt" if number else "compressor.pt"
-        # Both are called on every process, with the folder, the latter before `load_state_dict`.
-        accelerator.register_save_state_pre_hook(
-            lambda models, weights, folder: self.save_own(Path(folder, file))
-        )
+
+        # Called on every process, with the folder: before the first of them writes what takes long,
+        # and before `load_state_dict`.
+        def save(models: Any, weights: Any, folder: Any) -> None:
+            self.save_own(Path(folder, file))
+            self._saved = self._steps(), super(AcceleratorCompression, self).state_dict()
+
+        accelerator.register_save_state_pre_hook(save)
         accelerator.register_load_state_pre_hook(
             lambda models, folder: self.look_beside(Path(folder, file))
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        saved, self._saved = self._saved, None
+        known = saved is not None and saved[0] == self._steps()
+        return saved[1] if saved is not None and known else super().state_dict()
+
+    def _steps(self) -> int:
+        return 0 if self.handle is None else self.handle.stats().steps
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

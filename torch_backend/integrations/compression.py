@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,7 @@ class Compression:
 
     Args:
         algorithm, message_bytes: see `register_comm_hook`.
+        strict: of what is loaded, see `CommHook.load_state_dict`.
 
     Attributes:
         handle: of the hook; None before training, and in a run of one process.
@@ -44,8 +46,9 @@ class Compression:
         algorithm: Annotated[Algorithm, require_algorithm],
         *,
         message_bytes: AtLeast0 | None = None,
+        strict: bool = True,
     ) -> None:
-        self.algorithm = algorithm
+        self.algorithm, self.strict = algorithm, strict
         self.handle: CommHook | None = None
         self._message_bytes = message_bytes
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
@@ -106,10 +109,15 @@ class Compression:
                 beside the file, and others have.
         """
         if self.handle is not None and self._held:
-            load_beside(
-                self._beside, self._held, self.handle._driver.memory, self.handle.load_state_dict
-            )
-            self._held, self._beside = {}, None
+            held, beside = self._held, self._beside
+            self._held, self._beside = {}, None  # what is refused now is not tried again
+            load = partial(self.handle.load_state_dict, strict=self.strict)
+            load_beside(beside, held, self.handle._driver.memory, load)
+
+    def forget(self) -> None:
+        """Begin anew, at the next `attach`: with no handle, and nothing loaded."""
+        self.handle = self._ddp = None
+        self._held, self._beside = {}, None
 
     def figures(self) -> dict[str, float]:
         """What trackers draw: `Stats.scalars`, each name after "gradwire/"; nothing if there is no

@@ -7,6 +7,7 @@ trainer.fit(module, data)                          # or trainer.fit(module, data
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from typing import Any
 from gradwire.core.algorithm import Algorithm
 from gradwire.torch_backend.ddp.hook import CommHook
 from gradwire.torch_backend.integrations.compression import Compression
+
+logger = logging.getLogger("gradwire")
 
 #: The same library twice, with classes that are not the same.
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -44,6 +47,8 @@ class LightningCompression(*_callbacks()):  # type: ignore[misc]
         algorithm: what to run, see `register_comm_hook`.
         message_bytes: collect buckets until their payload has so many bytes, see
             `register_comm_hook`.
+        strict: False: of memory that another algorithm has left what fits is kept, see
+            `CommHook.load_state_dict`.
 
     Raises:
         TypeError: `algorithm` is no algorithm; when training starts, if several processes train
@@ -51,10 +56,12 @@ class LightningCompression(*_callbacks()):  # type: ignore[misc]
         ValueError: when training starts: see `register_comm_hook`.
     """
 
-    def __init__(self, algorithm: Algorithm, *, message_bytes: int | None = None) -> None:
+    def __init__(
+        self, algorithm: Algorithm, *, message_bytes: int | None = None, strict: bool = True
+    ) -> None:
         super().__init__()
-        self._compression = Compression(algorithm, message_bytes=message_bytes)
-        self._logged = 0
+        self._compression = Compression(algorithm, message_bytes=message_bytes, strict=strict)
+        self._logged, self._failed = 0, False
         self._strategy: weakref.ref[Any] | None = None
 
     @property
@@ -66,13 +73,18 @@ class LightningCompression(*_callbacks()):  # type: ignore[misc]
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         # Callbacks are told what is saved and not where. These are called on every rank.
         strategy = trainer.strategy
+        if stage == "fit":  # what a validation or a test has loaded is not gone on from
+            self._compression.forget()
+            self._logged, self._failed = 0, False
         if stage == "fit" and (self._strategy is None or self._strategy() is not strategy):
             self._strategy = weakref.ref(strategy)
             strategy.save_checkpoint = _then(strategy.save_checkpoint, self._save_own)
             strategy.remove_checkpoint = _then(strategy.remove_checkpoint, self._remove_own)
 
     def _save_own(self, checkpoint: Any, filepath: Any, *_: Any, **__: Any) -> None:
-        if _is_local(filepath) and "callbacks" in checkpoint:  # else it is of weights only
+        if (
+            not self._failed and _is_local(filepath) and "callbacks" in checkpoint
+        ):  # else it is of weights only
             self._compression.save_own(filepath)
 
     def _remove_own(self, filepath: Any) -> None:
@@ -87,15 +99,22 @@ class LightningCompression(*_callbacks()):  # type: ignore[misc]
         )
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        step = trainer.global_step
-        if step == self._logged or step % trainer.log_every_n_steps or not trainer.loggers:
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        if not trainer.loggers or not every or step == self._logged or step % every:
             return
         self._logged = step
         if trainer.is_global_zero and (figures := self._compression.figures()):
             for each in trainer.loggers:
                 each.log_metrics(figures, step=step)
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        # It may be one rank's alone: for a checkpoint that is written now nobody would come.
+        self._failed = True
+
     def state_dict(self) -> dict[str, Any]:
+        if self._failed:
+            logger.warning("after an exception the compressor's memory is not saved")
+            return {}
         return self._compression.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

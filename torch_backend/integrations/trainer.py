@@ -43,6 +43,8 @@ class TrainerCompression(_Callback):  # type: ignore[misc]
         algorithm: what to run, see `register_comm_hook`.
         message_bytes: collect buckets until their payload has so many bytes, see
             `register_comm_hook`.
+        strict: False: of memory that another algorithm has left what fits is kept, see
+            `CommHook.load_state_dict`.
 
     Raises:
         TypeError: `algorithm` is no algorithm; when training begins, if several processes train
@@ -51,14 +53,19 @@ class TrainerCompression(_Callback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, trainer: Any, algorithm: Algorithm, *, message_bytes: int | None = None
+        self,
+        trainer: Any,
+        algorithm: Algorithm,
+        *,
+        message_bytes: int | None = None,
+        strict: bool = True,
     ) -> None:
-        self._compression = Compression(algorithm, message_bytes=message_bytes)
+        self._compression = Compression(algorithm, message_bytes=message_bytes, strict=strict)
         self._trainer = trainer
         # Events tell of a checkpoint after it was written, and of none that is read. Both of these
-        # are called on every rank.
+        # are called on every rank. Ranks meet before the first of them writes what takes long.
         trainer._save_optimizer_and_scheduler = _both(
-            trainer._save_optimizer_and_scheduler, self._save
+            self._save, trainer._save_optimizer_and_scheduler
         )
         trainer._load_optimizer_and_scheduler = _both(
             trainer._load_optimizer_and_scheduler, self._load
@@ -100,13 +107,12 @@ class TrainerCompression(_Callback):  # type: ignore[misc]
             logger.warning("%s has no %s: the compressor's memory begins anew", folder, FILE)
 
 
-def _both(method: Callable[..., Any], then: Callable[[Any], None]) -> Callable[..., Any]:
-    """A method of one argument, and then something with the same."""
+def _both(first: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
+    """Two functions, with the same argument, neither of which returns anything."""
 
-    @functools.wraps(method)
-    def call(folder: Any) -> Any:
-        result = method(folder)
+    @functools.wraps(then)
+    def call(folder: Any) -> None:
+        first(folder)
         then(folder)
-        return result
 
     return call

@@ -64,6 +64,8 @@ def training_of_trainer(trainer: Any) -> Training:
             f"trainer.eval_dataset has {len(trainer.eval_dataset)} parts; give one of them"
         )
 
+    trainer.model.train()  # as a trainer does: what was loaded is in `eval()`
+
     def optimizer(parameters: Any) -> Any:
         trainer.create_optimizer_and_scheduler(args.max_steps)
         made = trainer.optimizer, trainer.lr_scheduler
@@ -108,8 +110,8 @@ def training_of_lightning(
         gradient_clip_val: likewise; the norm is clipped.
 
     Raises:
-        TypeError: when training begins: a schedule that follows a metric, or a step that returns no
-            loss.
+        TypeError: several loaders to train or to validate on; when training begins: a schedule that
+            follows a metric, or a step that returns no loss.
         ValueError: the module optimizes by hand; or, when training begins, it has several
             optimizers.
     """
@@ -119,14 +121,19 @@ def training_of_lightning(
             " gradwire.compare"
         )
     loaders = module if data is None else data
-    if hasattr(data, "setup"):
-        data.prepare_data()
-        data.setup("fit")
+    for each in (data, module):  # as Lightning does, in this order
+        if hasattr(each, "setup"):
+            each.prepare_data()
+            each.setup("fit")
+    if hasattr(module, "configure_model"):
+        module.configure_model()
     dealt = _Dealt(
-        loaders.train_dataloader if hasattr(loaders, "train_dataloader") else lambda: loaders
+        _one_loader(loaders, "train_dataloader")
+        if hasattr(loaders, "train_dataloader")
+        else lambda: loaders
     )
     validates = _overridden(loaders, "val_dataloader") and _overridden(module, "validation_step")
-    held_out: Any = loaders.val_dataloader() if validates else ()
+    held_out: Any = _one_loader(loaders, "val_dataloader")() if validates else ()
 
     def step(name: str, model: Any, batch: Any, number: int) -> Tensor:
         batch = model.transfer_batch_to_device(batch, next(model.parameters()).device, 0)
@@ -154,6 +161,18 @@ def training_of_lightning(
         accumulate_grad_batches,
         evaluate if validates else None,
     )
+
+
+def _one_loader(loaders: Any, name: str) -> Callable[[], Any]:
+    """What makes a loader. It raises TypeError for several."""
+
+    def load() -> Any:
+        made = getattr(loaders, name)()
+        if isinstance(made, list | tuple | dict):
+            raise TypeError(f"{name} returns {len(made)} loaders; give one of them")
+        return made
+
+    return load
 
 
 class _Dealt:
@@ -209,9 +228,12 @@ def _scheduled(configured: Any, dealt: _Dealt) -> Any:
     """Optimizer and scheduler, or the former alone, of what `configure_optimizers` returns in any
     of its forms."""
     schedulers: Any = ()
+    several = isinstance(configured, list | tuple)
+    if several and len(configured) == 1 and isinstance(configured[0], dict):
+        configured, several = configured[0], False
     if isinstance(configured, dict):
         configured, schedulers = configured["optimizer"], configured.get("lr_scheduler", ())
-    elif isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], list):
+    elif several and len(configured) == 2 and isinstance(configured[0], list | tuple):
         configured, schedulers = configured
     optimizers = list(configured) if isinstance(configured, list | tuple) else [configured]
     schedulers = list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers]

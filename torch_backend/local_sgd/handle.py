@@ -163,12 +163,14 @@ class LocalSGDHandle:
             optimizer.step()
 
         Raises:
-            TypeError, ValueError: it is no weight, or the schedule is not `weighted`.
+            TypeError, ValueError: it is no weight, the schedule is not `weighted`, or this handle
+                is unregistered.
         """
         return self._weight
 
     @weight.setter
     def weight(self, weight: float) -> None:
+        self._require_registered()
         self._weight = counted_weight(
             weight, self.local, weighted=self.local.weighted, instead="give it weighted=True"
         )
@@ -195,8 +197,10 @@ class LocalSGDHandle:
 
         Raises:
             TypeError: a value is no number.
-            ValueError: the compressor does not ask for it. Nothing has been changed then.
+            ValueError: the compressor does not ask for it, or this handle is unregistered. Nothing
+                has been changed then.
         """
+        self._require_registered()
         self._settings.say(settings, self.local)
 
     @property
@@ -657,6 +661,11 @@ class LocalSGDHandle:
             if self._registered
             else "this handle is unregistered; local_sgd(module, optimizer, local) gives a new one"
         )
+
+    def _require_registered(self) -> None:
+        """Raise ValueError for what would have no effect."""
+        if why_not := self._why_not():
+            raise ValueError(why_not)
 
     def _make_equal(self) -> None:
         """All replicas, so that with equal gradients they stay so."""

@@ -60,8 +60,10 @@ def require_initialized(tensors: Mapping[str, Tensor]) -> None:
 def obstacle(module: nn.Module, algorithm: Algorithm, parameters: Mapping[str, Tensor]) -> str:
     """Why this rank cannot take part; "" if it can. Not raised here, or the other ranks would wait
     for this one."""
+    trained = {id(p) for p in parameters.values()}
     for name, part in module.named_modules():
-        if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+        sparse = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        if sparse and id(part.weight) in trained:
             weight = f"{name}.weight".lstrip(".")
             whom = repr(name) if name else f"the {type(part).__name__}"
             return f"parameter {weight!r} has sparse gradients; build {whom} with sparse=False"

@@ -83,6 +83,11 @@ class Handle:
             else f"this handle is unregistered; {self.instead} gives a new one"
         )
 
+    def _require_registered(self) -> None:
+        """Raise ValueError for what would have no effect."""
+        if why_not := self._why_not():
+            raise ValueError(why_not)
+
     @property
     def algorithm(self) -> Algorithm:
         """The algorithm that runs."""
@@ -102,12 +107,14 @@ class Handle:
         captured graph goes by the weight that is there when it is replayed.
 
         Raises:
-            TypeError, ValueError: it is no weight, or all replicas count alike.
+            TypeError, ValueError: it is no weight, or all replicas count alike; or this handle is
+                unregistered.
         """
         return float(self._driver.weight)
 
     @weight.setter
     def weight(self, weight: float) -> None:
+        self._require_registered()
         instead = f"give Weighted({self.algorithm!r}) on all ranks"
         number = counted_weight(
             weight, self.algorithm, weighted=self._driver.weighted, instead=instead
@@ -144,8 +151,10 @@ class Handle:
 
         Raises:
             TypeError: a value is no number.
-            ValueError: the algorithm does not ask for it. Nothing has been changed then.
+            ValueError: the algorithm does not ask for it, or this handle is unregistered. Nothing
+                has been changed then.
         """
+        self._require_registered()
         self._driver.settings.say(settings, self.algorithm)
 
     def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
@@ -187,8 +196,8 @@ class Handle:
         return self._driver.stats()
 
     def local_error_norm(self) -> float:
-        """The 2-norm of the compression error so far on this rank, in units of gradients, a Python
-        float. On CUDA the host waits."""
+        """The 2-norm of the compression error so far on this rank, in units of gradients without a
+        loss scale, a Python float. On CUDA the host waits."""
         return self._driver.local_error_norm()
 
     @contextmanager

@@ -151,8 +151,11 @@ def load_beside(
 
 
 def remove_beside(path: str | Path, memory: Memory) -> None:
-    """Remove what `save_beside` wrote, if it has."""
-    _path_of(path, memory).unlink(missing_ok=True)
+    """Remove what `save_beside` wrote, if it has. Of a link nothing is removed: what it leads to is
+    kept."""
+    folder, name = os.path.split(os.path.abspath(path))
+    file = Path(os.path.realpath(folder), f"{name}.rank{memory.placement.place[0]}")
+    file.unlink(missing_ok=True)
 
 
 def packed(state: Mapping[str, Any]) -> bytes:
