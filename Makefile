@@ -145,7 +145,7 @@ frontier: $(READY) ## every method in torch and in JAX, LENGTH steps (240 1440):
 bench-scale: $(READY) ## how what a step needs grows with ranks, tensors and leaves, in a quarter of an hour
 	$(BIN)/python benchmarks/scale $(ARGS)
 
-bench-advice: $(READY) ## what is recommended on shaped links, and what is fastest there, in 20 minutes (Linux, as root); goes on where it ended
+bench-advice: $(READY) ## what is recommended on shaped links, and what is fastest there, in two hours (Linux, as root); goes on where it ended
 	$(BIN)/python benchmarks/advice/readme.py
 	$(BIN)/python benchmarks/advice $(ARGS)
 

@@ -424,6 +424,8 @@ class ImaginedGroups(_Groups):
     """So many replicas, of which the others send what this one sends: for what is gathered and
     exchanged. That is not counted."""
 
+    in_one_process = False  # nothing is compiled for a processor, which here stands for a device
+
     def __init__(self, replicas: int = 8) -> None:
         super().__init__(replicas, _Clock(torch.device("cpu")))
         self.whole = PretendedGroup(replicas)

@@ -179,6 +179,12 @@ def test_hosts_of_the_advice_predict_and_measure(tmp_path: Path) -> None:
         tmp_path / "host.py", 2, "--models", "small", "--calibrations", str(tmp_path)
     )
     ((row,),) = [json.loads(line) for line in printed.splitlines() if line.startswith("[{")]
-    names = [method["algorithm"] for method in row["methods"]]
-    assert {"plain", "Sign()", row["recommended"], row["fastest"]} <= set(names)
+    names = {method["algorithm"] for method in row["methods"]}
+    assert [each["loss"] for each in row["answers"]] == [0.005, 0.02, None]
+    for answer in row["answers"]:
+        assert {"plain", answer["recommended"]} <= set(answer["allowed"]) <= names
+    limited, *_, any_loss = (set(answer["allowed"]) for answer in row["answers"])
+    assert limited < any_loss
+    assert "Sign()" in any_loss - limited
     assert all(method["predicted_ms"] > 0 < method["measured_ms"] for method in row["methods"])
+    assert all(1 <= len(method["rounds_ms"]) <= 2 for method in row["methods"])

@@ -416,18 +416,51 @@ def test_no_sample_registers_a_method_that_another_beats(monkeypatch: pytest.Mon
     )
 
 
-def test_a_cell_whose_second_run_took_another_time_does_not_count() -> None:
-    """With the method that was recommended, or with the fastest."""
+def cell(**rounds: list[float]) -> dict[str, Any]:
+    """A cell of the advice, in which "a" was recommended at any loss, and nothing within 1 %."""
+    ms = {"plain": [100.0, 100.0], "a": [50.0, 54.0], "b": [40.0, 38.0]} | rounds
+    return {
+        "ranks": 1,
+        "model": "m",
+        "answers": [
+            {"loss": 0.01, "recommended": "plain", "allowed": ["plain"]},
+            {"loss": None, "recommended": "a", "allowed": list(ms)},
+        ],
+        "methods": [
+            {
+                "algorithm": name,
+                "predicted_ms": sum(both) / 2,
+                "measured_ms": sum(both) / 2,
+                "rounds_ms": both,
+            }
+            for name, both in ms.items()
+        ],
+    }
 
-    def row(again: dict[str, float] | None) -> dict[str, Any]:
-        methods = [
-            {"algorithm": name, "measured_ms": ms, "ratio": 1.0}
-            for name, ms in (("plain", 100.0), ("a", 50.0), ("b", 40.0))
-        ]
-        cell = {"ranks": 1, "model": "m", "recommended": "a", "fastest": "b", "to_fastest": 1.25}
-        return cell | {"methods": methods} | ({} if again is None else {"again_ms": again})
 
-    same = {"plain": 300.0, "a": 54.0, "b": 37.0}
-    rows = [row(None), row(same), row(same | {"a": 56.0}), row(same | {"b": 36.0})]
-    found = advice_tables.counted(rows)
-    assert (found["cells"], found["unsteady"], found["predictions"]) == (2, 2, 6)
+def test_an_answer_whose_second_round_took_another_time_does_not_count() -> None:
+    """With the method that was recommended, or with the fastest that is allowed."""
+    slower = {"plain": [100.0, 150.0], "a": [50.0, 75.0], "b": [40.0, 62.0]}
+    cells = [cell(), cell(plain=[100.0, 120.0]), cell(a=[50.0, 56.0]), cell(b=[36.0, 41.0])]
+    found = advice_tables.counted([*cells, cell(**slower)])
+    assert (found["cells"], found["answers"], found["unsteady"]) == (5, 7, 3)
+    assert found["predictions"] == 3 * 5 - 3
+    limited, any_loss = found["regret"]["all models"]
+    assert (limited["cells"], any_loss["cells"]) == (4, 3)
+
+
+def test_an_answer_is_as_good_as_its_step_beside_the_fastest_that_is_allowed() -> None:
+    cells = [cell(), cell(plain=[40.0, 40.0], a=[40.0, 40.0], b=[80.0, 80.0])]
+    found = advice_tables.counted(cells)
+    limited, any_loss = found["regret"]["all models"]
+    assert limited["advice"] == limited["plain"] == {"mean": 0, "worst": 0}
+    worst = 52 / 39 - 1
+    assert any_loss["advice"] == pytest.approx({"mean": worst / 2, "worst": worst})
+    assert any_loss["constant"] == {"answer": "a", **any_loss["advice"]}
+    assert found["recommended_is_fast"] == 3
+
+
+def test_the_tables_of_the_advice_are_those_of_its_figures() -> None:
+    shown = advice_tables.page(results("advice"))
+    text = (DOCS / "evidence.md").read_text()
+    assert f"<!-- advice: begin -->\n{shown}\n<!-- advice: end -->" in text

@@ -20,6 +20,7 @@ from gradwire.core.protocol import all_to_all, reduce_sum
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.state.files import whole_file
 from gradwire.core.text.options import (
+    AtLeast0,
     AtLeast1,
     Names,
     Positive,
@@ -119,6 +120,7 @@ class Probe:
         replicas, nodes: how many, on how many machines.
         levels: all replicas together; on several nodes with several replicas each, also those of a
             node, and those of different nodes.
+        threads: that torch has for each replica on a CPU. 0: nobody says.
     """
 
     framework: Annotated[str, Names(("torch", "jax"))]
@@ -126,6 +128,7 @@ class Probe:
     replicas: Annotated[int, at_least(2)]
     nodes: AtLeast1
     levels: tuple[Level, ...]
+    threads: AtLeast0 = 0
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -197,7 +200,8 @@ class Probe:
                 )
                 for level in data["levels"]
             )
-            return cls(data["framework"], data["device"], data["replicas"], data["nodes"], levels)
+            given = {key: data[key] for key in ("framework", "device", "replicas", "nodes")}
+            return cls(**given, levels=levels, threads=data["threads"])
         except (LookupError, RecursionError, TypeError, ValueError) as error:
             why = f"it has no {error}" if isinstance(error, KeyError) else error
             raise ValueError(
@@ -222,7 +226,9 @@ class Prober(Protocol):
         `ROWS` are computed."""
 
 
-def measure(prober: Prober, framework: str, device: str, replicas: int, nodes: int) -> Probe:
+def measure(
+    prober: Prober, framework: str, device: str, replicas: int, nodes: int, threads: int = 0
+) -> Probe:
     """Measure all levels. Replicas are on nodes in order, equally many on each.
 
     Raises:
@@ -241,7 +247,7 @@ def measure(prober: Prober, framework: str, device: str, replicas: int, nodes: i
             _level(prober, WITHIN, replicas // nodes, within),
             _level(prober, BETWEEN, nodes, between),
         ]
-    return Probe(framework, device, replicas, nodes, tuple(levels))
+    return Probe(framework, device, replicas, nodes, tuple(levels), threads)
 
 
 def partition(replicas: int, nodes: int) -> tuple[Groups, Groups]:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 #: all have taken so many seconds.
 WARM_UP, STEPS = 2, (3, 20, 3.0)
 #: The same of a method at work.
-METHOD = (2, 9, 0.3)
+METHOD = (3, 15, 0.5)
 
 
 def repeated(run: Callable[[], T], least: int, most: int, long: float) -> list[T]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,9 @@ def advise(
         print(advice)
 
     Each method runs on this device for about a second, on gradients of the model's shapes, with
-    messages that come back at once. What messages take is the probe's. A step is predicted from
-    both, and from how much of it messages can overlap with.
+    messages that come back at once, on as many threads as the replicas of the probe have. What
+    messages take is the probe's. A step is predicted from both, and from how much of it messages
+    can overlap with.
 
     Args:
         model: whatever `gradwire.plan` takes, or a tree of JAX.
@@ -78,7 +80,7 @@ def advise(
         algorithms = found if algorithms is None else algorithms
     if costs is None:
         costs = method_costs(specs, known, algorithms)
-    return weigh(costs, specs, known, step_compute(step, known.framework), limits, losses)
+    return weigh(costs, specs, known, step_compute(step, known), limits, losses)
 
 
 def compared_losses(
@@ -113,11 +115,26 @@ def method_costs(
         chosen = [PLAIN, *(a for a in algorithms if a != PLAIN)]
     chosen = [a.on_nodes_of(each) if hasattr(a, "on_nodes_of") else a for a in chosen]
     measure = _backend(probe.framework, "advise.method_cost").method_cost
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _threads_of(probe):
         warnings.simplefilter("ignore", CompressionWarning)
         return [
             (algorithm, measure(algorithm, specs, probe.replicas)) for algorithm in progress(chosen)
         ]
+
+
+@contextmanager
+def _threads_of(probe: Probe) -> Iterator[None]:
+    """The number of torch's threads that a replica of the probe has: `torchrun` leaves it one."""
+    if not probe.threads:
+        yield
+        return
+    torch = importlib.import_module("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(probe.threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _has_layers_for(algorithm: Any, specs: Mapping[str, Spec]) -> bool:
@@ -130,10 +147,11 @@ def _has_layers_for(algorithm: Any, specs: Mapping[str, Spec]) -> bool:
         return False
 
 
-def step_compute(step: float | Compute | Callable[[], Any], framework: str) -> Compute:
+def step_compute(step: float | Compute | Callable[[], Any], probe: Probe) -> Compute:
     """A step of one replica alone, measured if it is a function."""
     if callable(step):
-        measured: Compute = _backend(framework, "advise.step_time").step_compute(step)
+        with _threads_of(probe):
+            measured: Compute = _backend(probe.framework, "advise.step_time").step_compute(step)
         return measured
     return step if isinstance(step, Compute) else Compute(float(step))
 

@@ -10,17 +10,22 @@ from typing import Any, TypeVar
 import jax
 
 from gradwire.core.advise.timeline import Compute
-from gradwire.core.advise.timing import STEPS, WARM_UP, repeated, require_step
+from gradwire.core.advise.timing import STEPS, WARM_UP, NoStep, repeated, require_step
 
 T = TypeVar("T")
 
 
 def step_compute(train_step: Callable[[], Any]) -> Compute:
     """Run a step some times, with nothing sent. It returns what it computes, so that its end can be
-    waited for. Raises NoStep if it builds a model, and whatever it raises."""
+    waited for. Raises NoStep if it builds a model or returns nothing, and whatever it raises."""
     for _ in range(WARM_UP):
         returned = train_step()
         require_step(returned)
+        if not jax.tree.leaves(returned):
+            raise NoStep(
+                "it returns nothing, so nobody can wait for its end; return what it computes, as"
+                " the new parameters"
+            )
         ready(returned)
     return Compute(median(repeated(lambda: seconds_of(train_step), *STEPS)))
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import gradwire
 from benchmarks.dry import Kernels, PretendedGroup, Step, gradwire_step, on_a_device
 from benchmarks.shapes import elements, gpt
 from gradwire import (
@@ -22,6 +23,7 @@ from gradwire import (
     WireDtype,
     diloco,
 )
+from gradwire.core.advise.probe import Level, Probe
 from gradwire.core.algorithms.shared.weighing import Weighing
 from gradwire.torch_backend.advise.method_cost import message_groups, method_cost
 from gradwire.torch_backend.advise.step_time import step_compute
@@ -337,7 +339,9 @@ def test_what_imagined_replicas_cost_is_not_counted(monkeypatch):
     assert method_cost(Sign(), {"a": Spec((8, 8))}, 40, torch.device("cpu")).compute < 0.02 * 39
 
 
-def test_when_gradients_are_ready_is_seen():
+@pytest.mark.parametrize("passes", [1, 3])
+def test_when_gradients_are_ready_is_seen(passes):
+    """Of several backward passes in the last."""
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 4))
     model[0].bias.requires_grad_(False)
     optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.1), []
@@ -345,7 +349,8 @@ def test_when_gradients_are_ready_is_seen():
     def train_step():
         steps.append(0)
         optimizer.zero_grad()
-        model(torch.ones(4, 16)).sum().backward()
+        for _ in range(passes):
+            model(torch.ones(4, 16)).sum().backward()
         optimizer.step()
 
     compute = step_compute(train_step)
@@ -360,3 +365,22 @@ def test_when_gradients_are_ready_is_seen():
     train_step()
     assert len(steps) == before + 1
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_an_advice_has_the_threads_of_the_probe():
+    """One of each rank that `torchrun` has started, though here may be more."""
+    samples, seen = ((1 << 20, 1e-3),), []
+    level = Level("all", 2, samples, samples, 1.0)
+    probe = Probe("torch", "cpu, 1 thread each", 2, 1, (level,), threads=1)
+
+    def train_step():
+        seen.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        gradwire.advise(torch.nn.Linear(8, 8), probe, train_step, algorithms=[Sign()])
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {1}

@@ -32,7 +32,7 @@ from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.nodes import nodes_of
 from gradwire.torch_backend.state import rank_memory
 from gradwire.torch_backend.torch_internals import number_of_groups
-from tests.torch.compare import relative, same_bits
+from tests.torch.compare import relative, said, same_bits
 from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.sockets import connections, peers
@@ -44,6 +44,15 @@ UNEVEN = (40, 300, 8)
 LOSS = loss_on(40)
 
 cases = Cases(__file__, ranks=4)
+
+
+@cases.case
+def test_a_probe_of_nodes_of_different_sizes_is_refused_everywhere(world):
+    """3 + 1 ranks: each knows of its own node alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "1" if world.rank == 3 else "3")
+        words = said(probes.probe, world.group)
+    assert "nodes have 1 to 3 ranks" in words
 
 
 def two_nodes(world, algorithm):

@@ -27,6 +27,7 @@ from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.protocol.groups import Groups
+from gradwire.torch_backend.cpu.compiled import CODES, loops_for
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
@@ -62,12 +63,10 @@ def method_cost(
     clock = _Clock(device)
     groups = _Groups(replicas, clock)
     if isinstance(algorithm, LocalSGD):
-        return cost_of(
-            algorithm,
-            specs,
-            replicas,
-            partial(_local_seconds, algorithm, Collectives(groups, TorchOps(device)), clock),
-        )
+        ops = TorchOps(device)
+        ops.loops = loops_for(algorithm, specs, device, CODES)
+        seconds = partial(_local_seconds, algorithm, Collectives(groups, ops), clock)
+        return cost_of(algorithm, specs, replicas, seconds)
     driver = Driver(algorithm, specs, device, groups)
     driver.memory.steps = algorithm.start_step
     return cost_of(
@@ -194,6 +193,8 @@ class _Group:
 
 class _Groups(ProcessGroups):
     """Any partition of imagined ranks."""
+
+    in_one_process = True
 
     def __init__(self, size: int, clock: _Clock) -> None:
         self.whole: Any = _Group(size)

@@ -48,26 +48,32 @@ def probe(group: dist.ProcessGroup | None = None, *, nodes: AtLeast1 | None = No
     """
     group = given_or_default(group, "group")
     size = dist.get_world_size(group)
-    nodes = _nodes(group) if nodes is None else nodes
     on_device = NCCL in dist.get_backend_config(group)
     device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
-    threads = torch.get_num_threads()
+    nodes = _nodes(group, device) if nodes is None else nodes
+    threads = 0 if on_device else torch.get_num_threads()
     cores = "1 thread" if threads == 1 else f"{threads} threads"
     name = torch.cuda.get_device_name(device) if on_device else f"cpu, {cores} each"
     partitions = partition(size, nodes) if 1 < nodes < size and size % nodes == 0 else ()
     groups = ProcessGroups(group, partitions)
     with torch.no_grad():
-        return measure(_Prober(groups, device), "torch", name, size, nodes)
+        return measure(_Prober(groups, device), "torch", name, size, nodes, threads)
 
 
-def _nodes(group: dist.ProcessGroup) -> int:
+def _nodes(group: dist.ProcessGroup, device: torch.device) -> int:
+    """How many nodes a launcher has. Raises ValueError, on all ranks, for nodes of different
+    sizes."""
     size, local = dist.get_world_size(group), os.environ.get("LOCAL_WORLD_SIZE", "")
-    everybody = size == dist.get_world_size()
-    return (
-        size // int(local)
-        if everybody and local.isdigit() and int(local) and size % int(local) == 0
-        else size
-    )
+    each = int(local) if size == dist.get_world_size() and local.isdigit() else 0
+    ends = torch.tensor([each, -each], dtype=torch.int64, device=device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    most, least = int(ends[0]), -int(ends[1])
+    if most != least:
+        raise ValueError(
+            f"nodes have {least} to {most} ranks (LOCAL_WORLD_SIZE); a probe is made between nodes"
+            " of equally many"
+        )
+    return size // each if each and size % each == 0 else size
 
 
 class _Prober:

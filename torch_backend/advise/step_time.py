@@ -34,14 +34,15 @@ def step_compute(train_step: Callable[[], Any]) -> Compute:
         Exception: whatever the step raises.
     """
     parameters: dict[int, Tensor] = {}
-    made: list[tuple[float, int]] = []
+    made: dict[int, tuple[float, int]] = {}
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             parameters.update({id(p): p for p in group["params"] if p.requires_grad})
 
     def arrived(p: Tensor) -> None:
-        made.append((time.perf_counter(), p.nbytes))
+        made.pop(id(p), None)  # of several backward passes the last makes the gradient
+        made[id(p)] = time.perf_counter(), p.nbytes
 
     def once() -> tuple[float, list[tuple[float, int]]]:
         made.clear()
@@ -49,7 +50,7 @@ def step_compute(train_step: Callable[[], Any]) -> Compute:
         train_step()
         if on_device:
             torch.cuda.synchronize()
-        return time.perf_counter() - start, [(now - start, nbytes) for now, nbytes in made]
+        return time.perf_counter() - start, [(now - start, n) for now, n in made.values()]
 
     with ExitStack() as hooks:
         hooks.callback(register_optimizer_step_pre_hook(note).remove)

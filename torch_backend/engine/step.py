@@ -198,15 +198,15 @@ class GradientStep:
         if self._captured:
             self._prepare_capture(usage)
         if not self._compared:  # once: on the host, and with no message
-            loops = self.ops.loops
-            if not require_same_state(
+            same_kernels = require_same_state(
                 self._meeting,
                 self.memory.steps,
                 repr(self.algorithm),
                 self.memory.loaded,
                 self.obstacle,
-                loops.card,
-            ):
+                self.ops.loops.card,
+            )
+            if not (same_kernels or self.collectives.groups.in_one_process):
                 self.ops.loops = Loops()
             self._compared = True
         self._clear()

@@ -60,7 +60,7 @@ def print_advice(
     if measure is not None:
         step = load_callable(measure, "--measure")
     try:
-        compute = step_compute(step, probe.framework)
+        compute = step_compute(step, probe)
     except NoStep as error:
         raise BadArgument(f"--measure {measure!r}: {error}") from error
     losses = None

@@ -51,7 +51,12 @@ class ProcessGroups:
         ValueError: groups are to be made within a part of the world, and `init_process_group` was
             given a `device_id`, or the members of one of them do not belong to equally many groups
             already.
+
+    Attributes:
+        in_one_process: all ranks are in this process, or imagined: what one has compiled all have.
     """
+
+    in_one_process = False
 
     def __init__(self, whole: dist.ProcessGroup, partitions: Iterable[Groups | None] = ()) -> None:
         leave_in_peace()
