@@ -38,7 +38,12 @@ WORKER = Path(__file__).parent / "network" / "worker_auto.py"
 ROUNDING = ("WireDtype(AllReduce(), 'int8')", "WireDtype(AllReduce(), 'bfloat16')")
 SETS = {
     "Auto()": ROUNDING,
-    'Auto(loss="2%")': ("Quantize(dtype='int4')", "PowerSGD(rank=16)", *ROUNDING),
+    'Auto(loss="2%")': (
+        "WireDtype(PowerSGD(rank=16), 'int4')",
+        "WireDtype(PowerSGD(rank=16), 'int8')",
+        "Quantize(dtype='int4')",
+        *ROUNDING,
+    ),
 }
 TWO_LEVELS = ("DDP", "two levels, dense")
 NOISE = 0.03

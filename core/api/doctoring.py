@@ -113,23 +113,26 @@ class _Chains:
 
     def run(self, several: Sequence[Sequence[Callable[[float], Job]]]) -> None:
         """Run all chains. Raises what a caller's `show` raises, or ctrl-C."""
+        # Not `join`: until Python 3.13, one that ctrl-C interrupts takes the thread for ended.
+        ended = [threading.Event() for _ in several]
         threads = [
-            threading.Thread(target=self._run, args=(jobs,), daemon=True) for jobs in several
+            threading.Thread(target=self._run, args=chain, daemon=True)
+            for chain in zip(several, ended, strict=True)
         ]
         try:
             for thread in threads:
                 thread.start()
-            for thread in threads:
-                thread.join()
+            for each in ended:
+                each.wait()
         finally:
             self._stop.set()
-            for thread in threads:
+            for thread, each in zip(threads, ended, strict=True):
                 if thread.ident is not None:
-                    thread.join()
+                    each.wait()
         if self._errors:
             raise self._errors[0]
 
-    def _run(self, jobs: Sequence[Callable[[float], Job]]) -> None:
+    def _run(self, jobs: Sequence[Callable[[float], Job]], ended: threading.Event) -> None:
         try:
             for left, make in zip(range(len(jobs), 0, -1), jobs, strict=True):
                 if not self._stop.is_set():
@@ -139,6 +142,8 @@ class _Chains:
         except BaseException as error:
             self._errors.append(error)
             self._stop.set()
+        finally:
+            ended.set()
 
     def _run_one(self, job: Job) -> None:
         try:

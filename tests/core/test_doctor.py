@@ -227,7 +227,9 @@ def test_a_row_is_read_whatever_is_written_around_it(speaker):
 INTERRUPTED = """
 import sys
 from gradwire import doctoring
+from gradwire.core.simulate.doctor import processes
 from gradwire.core.simulate.doctor.processes import Job
+processes.LOOKED = 2.0  # they are not ended at once
 doctoring.FRAMEWORKS = {"json": (), "csv": ()}
 job = lambda seconds: Job("part", "doctor_speaker", [{"rows": [("pid", "ok")], "hangs": True}], [{}], seconds)
 doctoring._JOBS = dict.fromkeys(("json", "csv"), lambda *_: [job, job])
