@@ -142,8 +142,7 @@ def test_what_the_host_dispatches_does_not_grow_with_replicas(algorithm, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", AT_SCALE, ids=repr)
-def test_4096_replicas_take_hardly_an_operation_more_than_512(algorithm) -> None:
-    """One in twenty, of what is added up in slices."""
+def test_4096_replicas_take_not_an_operation_more_than_512(algorithm) -> None:
     shapes, found = {str(i): (64, 64) if i % 2 else (64,) for i in range(40)}, []
     for replicas in (512, 4096):
         step = gradwire_step(shapes, algorithm, replicas=replicas)
@@ -151,7 +150,7 @@ def test_4096_replicas_take_hardly_an_operation_more_than_512(algorithm) -> None
             with Kernels() as seen:
                 step.run()
         found.append(seen.operations)
-    assert found[1] <= 1.05 * found[0], found
+    assert found[1] <= found[0], found
     assert found[1] <= 60 + 25 * len(shapes), found
 
 

@@ -21,6 +21,10 @@ from gradwire.torch_backend.ops import signs, sparse
 from gradwire.torch_backend.ops.workspace import IN_CACHE, Workspace
 from gradwire.torch_backend.torch_internals import foreach_norm
 
+#: Elements that are decoded at a time, of as many replicas as these are: of the smallest lot, a
+#: block each, of 4,096.
+DECODED = 2 * IN_CACHE
+
 
 class CodingOps(Workspace):
     """What `gradwire.torch_backend.ops.kernels.TorchOps` overrides of `Ops` for methods that send
@@ -284,7 +288,7 @@ class CodingOps(Workspace):
         if not self.host_knows:  # two kernels, whatever the number of replicas
             return f(*arrays).sum(0)
         replicas, total = len(arrays[0]), None
-        some = max(1, IN_CACHE // max(1, arrays[0][0].numel()))
+        some = max(1, DECODED // max(1, arrays[0][0].numel()))
         for i in range(0, replicas, some):
             taken = self.short_lived.taken
             each = f(*[x[i : i + some] for x in arrays])
