@@ -16,6 +16,7 @@ steps with an inf or NaN, tensors that stay uncompressed.
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -320,12 +321,13 @@ class Compressor(abc.ABC):
             kept = Spec(spec.shape, self.state_dtype or spec.dtype)
             memory = self.memory(ops, name, kept) if spec.size else None
             if memory is not None:
-                for x in memory.values() if isinstance(memory, dict) else (memory,):
-                    if not hasattr(x, "shape"):
-                        raise ValueError(
-                            f"{type(self).__name__}.memory({name!r}) returns {memory!r}; return"
-                            " arrays by name, such as {'n': ops.zeros((), 'float32')}, or None"
-                        )
+                if not isinstance(memory, dict) or not all(
+                    hasattr(x, "shape") for x in memory.values()
+                ):
+                    raise ValueError(
+                        f"{type(self).__name__}.memory({name!r}) returns {memory!r}; return"
+                        " arrays by name, such as {'n': ops.zeros((), 'float32')}, or None"
+                    )
                 if ERROR in memory:
                     raise ValueError(
                         f"{type(self).__name__}.memory({name!r}) makes {ERROR!r}, which is that of"
@@ -425,6 +427,8 @@ class Compressor(abc.ABC):
     def _alike(
         self, gradients: Mapping[str, A], tensors: Mapping[str, Mapping[str, A]], name: str
     ) -> Hashable | None:
+        if not any(_is_of_compress(type(self), x) for x in ("compress_stack", "compress_together")):
+            return None
         own = {key: value for key, value in tensors[name].items() if key != ERROR}
         return self.alike(name, tuple(gradients[name].shape), own)
 
@@ -439,9 +443,11 @@ class Compressor(abc.ABC):
         }
         stacks = {} if lot.bundled is None else lot.bundled.names
         context = StepContext(lot.step, phase, state=lot.state, stacks=stacks)
-        joint = self.compress_together(
-            ops, {name: left.x for name, left in x.items()}, memories, context
-        )
+        joint = None
+        if _is_of_compress(type(self), "compress_together"):
+            joint = self.compress_together(
+                ops, {name: left.x for name, left in x.items()}, memories, context
+            )
         programs: list[Program[Any]] = [] if joint is None else [joint]
         # A kernel that computes the residual as it commits it takes no longer than one that commits
         # what was computed before.
@@ -493,6 +499,8 @@ class Compressor(abc.ABC):
         for what, array in zip(("sent", "received"), found[:2], strict=True):
             if hasattr(array, "send"):
                 raise ValueError(f"{said} returns `{what}` that nobody has awaited; write await")
+            if not isinstance(array, PAYLOADS) and not hasattr(array, "shape"):
+                raise ValueError(f"{said} returns `{what}` {array!r}, which is no array")
             if not isinstance(array, PAYLOADS) and tuple(array.shape) != tuple(shape):
                 raise ValueError(
                     f"{said} returns `{what}` of shape {tuple(array.shape)}; the tensor has"
@@ -501,6 +509,11 @@ class Compressor(abc.ABC):
         for key, array in found[2].items():
             if key not in memory:
                 raise ValueError(f"{said} returns memory {key!r}, which `memory` does not make")
+            if not hasattr(array, "shape"):
+                raise ValueError(
+                    f"{said} returns memory {key!r} {array!r}, which is no array; return one, such"
+                    f" as memory[{key!r}] + 1"
+                )
             if array.dtype != memory[key].dtype:
                 made = ops.dtype_of(memory[key])
                 raise ValueError(
@@ -598,3 +611,11 @@ async def _in_phase(counter: Any, kinds: Sequence[Callable[[], Program[T]]], fir
     return await branch_on_phase(
         counter, first, kinds[first], partial(_in_phase, counter, kinds, first + 1)
     )
+
+
+@functools.cache
+def _is_of_compress(kind: type, several: str) -> bool:
+    """Whether what does many tensors at once does what `compress` does: not where a subclass has a
+    `compress` of its own, and inherits the other."""
+    first = next(each for each in kind.__mro__ if not {"compress", several}.isdisjoint(vars(each)))
+    return several in vars(first)

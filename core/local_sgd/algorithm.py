@@ -905,7 +905,7 @@ async def _exchange(
         {n: _compressors(m) for n, m in tensors.items() if n in compressed},
     )
     program: Step = local._algorithm.step
-    if apart := split_by_direction(local.radial, {n: specs[n] for n in differences}):
+    if apart := [n for n in split_by_direction(local.radial, specs) if n in differences]:
         program = averaged_by_direction(program, apart)
     if not local.weighted:
         return await program(ops, differences, memory, index)

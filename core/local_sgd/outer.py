@@ -88,17 +88,15 @@ class OuterFactory(OuterOptimizer):
         if not isinstance(self.make, functools.partial):
             return self.called
         given = [
-            *map(repr, self.make.args),
-            *(f"{key}={value!r}" for key, value in self.make.keywords.items()),
+            *map(_argument, self.make.args),
+            *(f"{key}={_argument(value)}" for key, value in self.make.keywords.items()),
         ]
         return f"{self.called}({', '.join(given)})"
 
     @property
     def called(self) -> str:
         """The name without arguments."""
-        made = self.make.func if isinstance(self.make, functools.partial) else self.make
-        name = getattr(made, "__qualname__", type(made).__qualname__)
-        return f"{getattr(made, '__module__', '?')}.{name}"
+        return _named(self.make.func if isinstance(self.make, functools.partial) else self.make)
 
     def __refused(self) -> TypeError:
         return TypeError(
@@ -121,6 +119,16 @@ class OuterFactory(OuterOptimizer):
         memory: Mapping[str, Mapping[str, A]],
     ) -> tuple[dict[str, A], dict[str, dict[str, A]]]:
         raise self.__refused()
+
+
+def _named(made: object) -> str:
+    name = getattr(made, "__qualname__", type(made).__qualname__)
+    return f"{getattr(made, '__module__', '?')}.{name}"
+
+
+def _argument(value: object) -> str:
+    """What is called has a name that is the same in all processes: its address is not."""
+    return _named(value) if callable(value) else repr(value)
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,12 @@ class Schedule:
     fragments: AtLeast1 = 1
     layout: Layout = "strided"
 
+    #: What is said of one in an algorithm's place.
+    instead = (
+        "is local SGD and no algorithm: local_sgd(…) trains with it, LocalSimulator(…) runs it in"
+        " NumPy; a compressor of it is an algorithm"
+    )
+
     def __post_init__(self) -> None:
         check_options(self)
         if not self._hierarchy():

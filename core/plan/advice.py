@@ -121,7 +121,7 @@ def _of_codes(algorithm: Any, specs: Mapping[str, Spec]) -> Iterator[str]:
 def _of_shapes(algorithm: Any, specs: Mapping[str, Spec]) -> list[str]:
     known = {name: getattr(spec.shape, "stacked", 0) for name, spec in specs.items()}
     for inner in nested(algorithm):
-        if hasattr(inner, "view_of"):
+        if hasattr(inner, "wanted_rank"):
             break
         if hasattr(
             inner, "compressor"

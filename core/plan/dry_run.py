@@ -289,8 +289,8 @@ def dry_run(
 
 class _Runs(dict[Hashable, DryRun]):
     """The dry runs of one algorithm, which live as long as it does: among its attributes, since
-    options may be mappings or arrays, by which it cannot be looked up, and patterns of names in
-    another order are equal and mean something else. Of no copy, and no pickle, of the algorithm."""
+    options may be mappings or arrays, by which it cannot be looked up. Of no copy, and no pickle,
+    of the algorithm."""
 
     whose: Callable[[], object] = staticmethod(lambda: None)
 

@@ -257,6 +257,13 @@ class Plan:
                 f"world_size={world_size}, but the plan is made for {self.levels[0].groups} nodes"
                 f" of {self.levels[0].replicas} replicas, {made} in all"
             )
+        grouped = [p.groups for traffic, _ in self.kinds for p in traffic.parts if p.groups]
+        for made in {sum(map(len, groups)) for groups in grouped}:
+            if made != world_size:
+                raise ValueError(
+                    f"world_size={world_size}, but the plan is made for groups of {made} replicas"
+                    f" in all; make one for {world_size}: plan(…, world_size={world_size})"
+                )
         gathers = any(p.pattern in OF_ALL for traffic, _ in self.kinds for p in traffic.parts)
         if gathers and self.world_size not in (None, world_size):
             raise ValueError(

@@ -137,8 +137,8 @@ class LocalSimulator:
         each = [1.0] * replicas if weights is None else checked_weights(weights, replicas)
         self.requests = []
         given = [
-            _copied(g, p[next(iter(p))].dtype)
-            for g, p in zip(gradients, self.parameters, strict=True)
+            _of_shapes(g, p, f"replica {r}: gradient")
+            for r, (g, p) in enumerate(zip(gradients, self.parameters, strict=True))
         ]
         programs = [
             own.gradients(replicas).step(self.ops, g, State(), self.steps, w)
@@ -148,7 +148,11 @@ class LocalSimulator:
         updated: list[Tensors] = []
         for replica, (p, g) in enumerate(zip(self.parameters, used, strict=True)):
             new = update(replica, _copied(p), _copied(g))
-            updated.append({n: np.array(new[n], x.dtype) for n, x in p.items()})
+            if lacking := sorted(p.keys() - new.keys()):
+                raise ValueError(
+                    f"replica {replica}: update returns no {lacking[0]!r}; return all parameters"
+                )
+            updated.append(_of_shapes({n: new[n] for n in p}, p, f"replica {replica}: update"))
         self._average(updated, each, settings or {})
         self.steps += 1
         return used
@@ -211,6 +215,21 @@ class LocalSimulator:
                         f"{name!r} after averaging in {members}",
                         [parameters[m][name] for m in members],
                     )
+
+
+def _of_shapes(arrays: Mapping[str, Any], parameters: Tensors, what: str) -> Tensors:
+    """Copies, in the dtypes of the parameters. Raises ValueError for other names and shapes."""
+    if unknown := sorted(arrays.keys() - parameters.keys()):
+        raise ValueError(f"{what} of {unknown[0]!r}, which is no parameter")
+    copies = {}
+    for name, x in arrays.items():
+        like = parameters[name]
+        copies.update(_copied({name: x}, like.dtype))
+        if copies[name].shape != like.shape:
+            raise ValueError(
+                f"{what} of {name!r} has shape {copies[name].shape}; the parameter has {like.shape}"
+            )
+    return copies
 
 
 def _copied(arrays: Mapping[str, Any], dtype: Any = None) -> Tensors:

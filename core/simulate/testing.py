@@ -40,9 +40,11 @@ from gradwire.core.simulate.simulator import Simulator
 from gradwire.core.state.checkpoint import fit, head
 from gradwire.core.text.options import AtLeast0, Replicas, checked
 
-#: Matrices and a stack that any method compresses, a vector, a scalar and an empty tensor.
+#: Matrices and a stack that any method compresses, a tiny one, a vector, a scalar and an empty
+#: tensor.
 SHAPES = {
     "weight": (24, 16),
+    "tiny": (1, 3),
     "conv": (12, 4, 3, 3),
     "stack": (3, 8, 10),
     "bias": (24,),

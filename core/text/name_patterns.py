@@ -33,8 +33,17 @@ class Patterns(dict[str, int]):
     """Pattern (`fnmatch`, upper and lower case distinct) → number, in the order in which they are
     tried. Not to be changed."""
 
+    def __eq__(self, other: object) -> bool:
+        """Of the same patterns in another order another one may decide."""
+        if isinstance(other, Patterns):
+            return [*self.items()] == [*other.items()]
+        return dict.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
+        return hash((*self.items(),))
 
     def of(self, name: str) -> int | None:
         """What the first pattern that matches says; None if none does."""

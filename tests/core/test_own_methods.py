@@ -1,6 +1,7 @@
 """What somebody's own method may do, and what is said where it does something else."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,10 +13,13 @@ from gradwire import (
     LocalSimulator,
     PowerSGD,
     Quantize,
+    Sign,
     Simulator,
+    TopK,
     TwoLevel,
     Weighted,
     WireDtype,
+    diloco,
     plan,
 )
 from gradwire.core.advise.losses import known_losses
@@ -133,7 +137,8 @@ class Wrong(Compressor):
         if spec.shape != (16, 8):
             return None
         kept = {"n": ops.cast(ops.iota(1), "int32").reshape(())}
-        return {"a list": [kept], "a number": {"n": 0}}.get(self.how, kept)
+        wrong = {"a list": [kept], "a number": {"n": 0}, "an array": kept["n"]}
+        return wrong.get(self.how, kept)
 
     def compress(self, ops, name, x, memory, context):
         if self.how == "not async":
@@ -144,7 +149,9 @@ class Wrong(Compressor):
         if self.how == "abs":
             return x, await mean(abs(x)), {}
         sent = mean(x) if self.how == "not awaited" else await mean(x)
-        return x, sent, {"n": memory["n"] * 0.5} if self.how == "cut" else {}
+        if self.how == "nothing":
+            return await mean(x), None, {}
+        return x, sent, {"cut": {"n": memory["n"] * 0.5}, "a count": {"n": 1}}.get(self.how, {})
 
 
 WRONG = {
@@ -152,6 +159,9 @@ WRONG = {
     "not awaited": "returns `received` that nobody has awaited; write await",
     "a list": r"memory\('w'\) returns \[.*\]; return arrays by name",
     "a number": r"memory\('w'\) returns \{'n': 0\}; return arrays by name",
+    "an array": r"memory\('w'\) returns .*; return arrays by name",
+    "nothing": r"compress\('w'\) returns `received` None, which is no array",
+    "a count": r"compress\('w'\) returns memory 'n' 1, which is no array; return one, such as",
 }
 
 
@@ -199,3 +209,88 @@ def test_measured_losses_are_those_of_our_own_methods():
 
     known = {"theirs": Sign(), "inside": WireDtype(Sign(), "int8"), "rounds": Int8()}
     assert not known_losses(known).methods
+
+
+@pytest.mark.parametrize("base", [PowerSGD(2), TopK(2, per=16), Sign(), Quantize("int8")], ids=repr)
+def test_a_compress_of_ones_own_is_what_a_method_does_of_many_tensors_too(base):
+    class Halved(type(base)):
+        async def compress(self, ops, name, x, memory, context):
+            sent, received, after = await super().compress(ops, name, x, memory, context)
+            seen.append(name)
+            return sent, received, after
+
+    seen: list[str] = []
+    options = {each.name: getattr(base, each.name) for each in fields(base) if each.init}
+    simulator = Simulator(Halved(**options), {"a": (16, 8), "b": (16, 8)}, 2)
+    simulator.step([{"a": np.ones((16, 8)), "b": np.ones((16, 8))}] * 2)
+    assert sorted(seen) == ["a", "a", "b", "b"]
+
+
+class Viewed(Scaled):
+    def view_of(self, name, shape):
+        return "as it is"
+
+
+def test_a_plan_says_how_an_own_method_sees_tensors():
+    assert plan(SHAPES, Viewed()).tensors[0].view == "as it is"
+
+
+@pytest.mark.parametrize("radial", [("head.*",), True])
+def test_local_sgd_looks_for_patterns_in_the_whole_model_not_in_a_fragment(radial):
+    names = ("layers.0.w", "layers.1.w", "head.w")
+    local = diloco(4, fragments=3, radial=radial)
+    simulator = LocalSimulator(local, {n: np.ones((4, 2)) for n in names}, 2)
+    gradients = [{n: np.full((4, 2), r + 1.0) for n in names} for r in range(2)]
+    for _ in range(8):
+        simulator.step(gradients, lambda r, p, g: {n: p[n] - 0.1 * g[n] for n in p})
+    assert simulator.steps == 8
+    assert plan(dict.fromkeys(names, (4, 2)), local, world_size=2).wire_bytes > 0
+
+
+def test_local_simulators_refuse_gradients_and_updates_of_other_shapes_and_names():
+    start = {"w": np.zeros(3), "v": np.zeros(2)}
+    simulator = LocalSimulator(LocalSGD(2), start, 2)
+    right = {"w": np.ones(3), "v": np.ones(2)}
+    cases = (
+        ({"w": np.ones((3, 1))}, right, r"replica 0: gradient of 'w' has shape \(3, 1\)"),
+        ({"x": np.ones(3)}, right, "replica 0: gradient of 'x', which is no parameter"),
+        (right, {"w": np.ones(3)}, "replica 0: update returns no 'v'; return all parameters"),
+        (right, right | {"v": np.ones(())}, r"replica 0: update of 'v' has shape \(\)"),
+    )
+    for gradients, update, message in cases:
+        with pytest.raises(ValueError, match=message):
+            simulator.step([gradients, gradients], lambda *_, update=update: update)
+    np.testing.assert_equal(simulator.parameters, [start] * 2)
+    assert simulator.steps == 0
+
+
+def test_plans_of_groups_are_asked_about_their_own_number_of_replicas():
+    found = plan({"w": (64, 64)}, LocalSGD({4: 2, "all": 8}), world_size=8)
+    assert found.seconds(8, 1e-4, 1e9, nodes=2) > 0
+    for world_size in (4, 16):
+        for ask in (
+            lambda n: found.seconds(n, 1e-4, 1e9, nodes=2),
+            lambda n: found.link_bytes(n, nodes=2),
+            lambda n: found.hops(n, 1e-4, 1e9),
+        ):
+            with pytest.raises(ValueError, match=f"groups of 8 .*world_size={world_size}"):
+                ask(world_size)
+
+
+def test_patterns_in_another_order_are_another_configuration():
+    first, second = PowerSGD({"*embed*": 0, "*": 4}), PowerSGD({"*": 4, "*embed*": 0})
+    assert first != second
+    assert first == PowerSGD({"*embed*": 0, "*": 4})
+    assert hash(first) == hash(PowerSGD({"*embed*": 0, "*": 4}))
+
+
+def test_what_makes_an_outer_optimizer_has_a_name_without_addresses():
+    local = diloco(10, outer=partial(sum, partial(max, 1), key=lambda x: x, start=2))
+    assert " at 0x" not in repr(local)
+    assert "<lambda>" in repr(local)
+    assert "start=2" in repr(local)
+
+
+def test_local_sgd_in_an_algorithms_place_is_called_so():
+    with pytest.raises(TypeError, match="is local SGD and no algorithm: local_sgd"):
+        Simulator(diloco(10), {"w": (3,)}, 2)
