@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import optax  # type: ignore[import-untyped]
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.compressor import ERROR
+from gradwire.core.algorithms.two_level import TwoLevel
 from gradwire.core.algorithms.weighted import Weighted
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.wrapper import Wrapper
@@ -48,10 +50,9 @@ from gradwire.jax_backend.state.types import MARK, DataParallelState, is_placed
 def configuration_of(algorithm: Algorithm) -> str:
     """The options that memory depends on: what every state is marked with. A wire dtype, weights
     and the size of buckets may change any time."""
-    while isinstance(algorithm, (WireDtype, Weighted)):
-        algorithm = algorithm.algorithm
-    if isinstance(algorithm, AllReduce):
-        return "AllReduce()"
+    algorithm = _remembering(algorithm)
+    if isinstance(algorithm, TwoLevel):
+        algorithm = replace(algorithm, algorithm=_remembering(algorithm.algorithm))
     described = (
         type(algorithm).__qualname__
         if type(algorithm).__repr__ is object.__repr__
@@ -59,6 +60,13 @@ def configuration_of(algorithm: Algorithm) -> str:
     )
     # A function among the options lies elsewhere in every process.
     return re.sub(r" at 0x[0-9a-f]+", "", described)
+
+
+def _remembering(algorithm: Algorithm) -> Algorithm:
+    """The algorithm without what memory does not depend on."""
+    while isinstance(algorithm, (WireDtype, Weighted)):
+        algorithm = algorithm.algorithm
+    return AllReduce() if isinstance(algorithm, AllReduce) else algorithm
 
 
 def scalar_weight(weight: Any) -> jax.Array:

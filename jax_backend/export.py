@@ -67,8 +67,12 @@ def _own_types() -> None:
     _register(optax.MaskedNode, "optax.MaskedNode")
 
     def from_bytes(stored: bytes) -> tuple[Any, ...]:
-        axis_name, stages, unsaid = json.loads(stored)
-        return tuple(axis_name) if isinstance(axis_name, list) else axis_name, tuple(stages), unsaid
+        axis_name, stages, *flags = json.loads(stored)
+        return (
+            tuple(axis_name) if isinstance(axis_name, list) else axis_name,
+            tuple(stages),
+            *flags,
+        )
 
     def to_bytes(auxiliary: tuple[Any, ...]) -> bytes:
         return json.dumps(auxiliary).encode()

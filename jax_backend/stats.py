@@ -38,8 +38,8 @@ class Stats(NamedTuple):
         steps: int32, updates so far.
         skipped_steps: int32, those that changed no memory, since a replica's gradient held an inf
             or NaN. Uncompressed averages of floats as they are, also those before the algorithm's
-            start, are looked at for their weights alone. 0 of local SGD, where each replica has its
-            own.
+            start, are looked at for their weights alone. Of several states in a tree that of the
+            one that has skipped the most. 0 of local SGD, where each replica has its own.
         bytes_sent: float32, what a replica has handed to the network in all of them, as
             `wire_bytes` counts: the state holds the number of steps, and of those before it was
             moved to another algorithm, or to another number of replicas, they are taken to be like
@@ -144,7 +144,8 @@ def relative_error(
     mean_of = _mean_over(axis_name, weight)
     differences, norms = [], []
     for (name, gradient), average in zip(given, jax.tree.leaves(pure(averages)), strict=True):
-        mean = mean_of(gradient.astype(jnp.float32) + errors.get(name, 0))
+        error = errors[name].astype(jnp.float32) if name in errors else 0
+        mean = mean_of(gradient.astype(jnp.float32) + error)
         differences.append(jnp.square(average.astype(jnp.float32) - mean).sum())
         norms.append(jnp.square(mean).sum())
     by_parameter = [_ratio(*pair) for pair in zip(differences, norms, strict=True)]
@@ -296,7 +297,7 @@ def stats(state: Any) -> Stats:
         coming = account.sent[(step >= first).sum() - 1, 0]
         next_step += jnp.where(coming < 0, jnp.nan, coming)
         dense += jnp.asarray(step, jnp.float32) * account.dense_bytes
-        skipped += 0 if of_local else account.skipped
+        skipped = skipped if of_local else jnp.maximum(skipped, account.skipped)
         refused += account.skipped if of_local else 0
         memory = one.memory if of_local else one.local.per_replica
         for error in jax.tree.leaves(memory.get(ERROR) if isinstance(memory, Mapping) else None):

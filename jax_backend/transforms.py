@@ -3,7 +3,7 @@ first link of an `optax.chain`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,6 +58,7 @@ from gradwire.jax_backend.state.names import NamedTree, flatten, specs_of, stack
 from gradwire.jax_backend.state.trees import check_gradients, pack, repack, shardings_like, unpack
 from gradwire.jax_backend.state.types import (
     UNSAID,
+    Account,
     DataParallelState,
     PerReplica,
     Record,
@@ -256,7 +257,7 @@ class _Averaging:
         rows = place_mark(placed=inside) if algorithm.per_replica else None
         stages = tuple(sorted({0, algorithm.start_step}))
         sent = _sent(algorithm if inside else self.algorithm, specs, replicas)
-        record = Record(rows, self.axis_name, stages, sent is None)
+        record = Record(rows, self.axis_name, stages, ordered=levels_of(self.algorithm) is not None)
         account = [UNSAID] * len(stages) if sent is None else sent
         dense_bytes = sum(s.nbytes for s in specs.values())
 
@@ -299,8 +300,6 @@ class _Averaging:
         warn_of_gathers(self.axis_name)
         gradients = self._checked(updates, state, params)
         arrays = {name: jnp.asarray(g) for name, g in gradients.leaves.items()}
-        recount = _other_dtypes(updates, arrays, params)
-        dense_bytes = sum(s.nbytes for s in specs_of(arrays).values())
         state = self._own(state)
         before, step = unpack(state), agreed(state.step, self.axis_name)
         before.shared = agreed(before.shared, self.axis_name)
@@ -318,15 +317,11 @@ class _Averaging:
             partial(self._exchange, algorithm), *given, step, weight, values, like=(*given, None)
         )
         after = repack(state, State(shared, tensors), finite)
-        unsaid = state.record is not None and state.record.unsaid
-        if after.account is not None and (unsaid or recount):
+        if after.account is not None:
             abstract = mine.map(lambda x: AbstractArray(tuple(x.shape), x.dtype.name))
-            sent = DryRun(
-                algorithm, specs_of(arrays), lax.axis_size(self.axis_name), abstract
-            ).stages
-            account = after.account._replace(sent=jnp.asarray(sent, jnp.float32))
-            if recount:
-                account = account._replace(dense_bytes=jnp.asarray(dense_bytes, jnp.float32))
+            specs = specs_of(arrays)
+            sent = DryRun(algorithm, specs, lax.axis_size(self.axis_name), abstract).stages
+            account = _accounted(after.account, sent, specs, _counted(updates, arrays, params))
             after = after._replace(account=account)
         return gradients.rebuild(averages), after
 
@@ -377,18 +372,35 @@ class _Averaging:
         )
 
 
-def _other_dtypes(
+def _counted(
     updates: optax.Updates, arrays: Mapping[str, jax.Array], params: optax.Params | None
-) -> bool:
-    """Whether all parameters have gradients, and some of another dtype than the parameter, by which
-    `init` counts bytes. Without `params` float32 is taken for it. The state may have been counted
-    right before: to count once more then changes nothing."""
+) -> int | None:
+    """The bytes of all parameters, as `init` has counted them; without `params` as if these were
+    float32. None if some have no gradient."""
     if params is None:
-        if any(x is None for x in jax.tree.leaves(updates, is_leaf=lambda x: x is None)):
-            return False
-        return any(x.dtype != jnp.float32 for x in arrays.values())
-    dtypes = {n: x.dtype for n, x in flatten(params).leaves.items() if hasattr(x, "dtype")}
-    return dtypes.keys() <= arrays.keys() and any(arrays[n].dtype != dtypes[n] for n in dtypes)
+        whole = all(x is not None for x in jax.tree.leaves(updates, is_leaf=lambda x: x is None))
+        return sum(4 * x.size for x in arrays.values()) if whole else None
+    named = {n: x for n, x in flatten(params).leaves.items() if hasattr(x, "dtype")}
+    whole = named.keys() <= arrays.keys()
+    return sum(x.dtype.itemsize * arrays[n].size for n, x in named.items()) if whole else None
+
+
+def _accounted(
+    account: Account, sent: Sequence[LevelBytes], specs: Mapping[str, Spec], counted: int | None
+) -> Account:
+    """The account with the bytes of steps as they are from now on: in one of `init`, or of a
+    checkpoint, they may be those of another number of replicas, another wire dtype or wider
+    gradients. A step in which parameters have no gradient says nothing of others."""
+    now = jnp.asarray(sent, jnp.float32)
+    if counted is None:
+        return account._replace(sent=jnp.where(account.sent < 0, now, account.sent))
+    dense_bytes = sum(s.nbytes for s in specs.values())
+    return account._replace(
+        sent=now,
+        dense_bytes=account.dense_bytes
+        if dense_bytes == counted
+        else jnp.asarray(dense_bytes, jnp.float32),
+    )
 
 
 def _sent(

@@ -207,9 +207,10 @@ def leaving_in_cycle(
 
 def stage_starts(local: LocalSGD) -> tuple[int, ...]:
     """The steps from which on something else is sent: 0; that after which replicas part; and that
-    after which the compressor has started."""
+    after which the compressor has started. Some may be equal: so many are part of a state, in which
+    a schedule may change."""
     warm_up = 0 if local.compressor is None else local.compressor.start_step
-    return tuple(sorted({0, local.start_step, local.start_step + local.longest * warm_up}))
+    return 0, local.start_step, local.start_step + local.longest * warm_up
 
 
 def local_stages(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> list[LevelBytes]:
@@ -219,10 +220,11 @@ def local_stages(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> l
     near = None if levels is None else levels.near(replicas)
     if isinstance(local.outer, OuterFactory):  # whichever it is, what is sent is the same
         local = replace(local, outer=OuterSGD())
-    last = bytes_by_level(local_steps(local, specs, replicas).kinds, near)
-    local, stages = local.at_once(), []
+    starts = stage_starts(local)
+    found = {starts[-1]: bytes_by_level(local_steps(local, specs, replicas).kinds, near)}
+    local = local.at_once()
     memory = local_memory(local, specs, replicas)
-    for start in stage_starts(local)[:-1]:
+    for start in {*starts} - {*found}:
         sent = dry_run(local.gradients(replicas), specs, replicas).at(start).traffic
         kinds = [(sent, 1)]
         if start == local.start_step:
@@ -233,8 +235,8 @@ def local_stages(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> l
                 )
                 for step, times in local.occasions(replicas)
             ]
-        stages.append(bytes_by_level(kinds, near))
-    return [*stages, last]
+        found[start] = bytes_by_level(kinds, near)
+    return [found[start] for start in starts]
 
 
 def local_memory(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> State[AbstractArray]:

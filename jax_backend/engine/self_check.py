@@ -41,13 +41,13 @@ def check_here(algorithm: Algorithm, specs: Mapping[str, Spec], like: Any = None
     Raises:
         ValueError: what is wrong, see `gradwire.core.simulate.self_check.self_check`.
     """
-    _noted[repr(algorithm), frozenset(spec.dtype for spec in specs.values())] = algorithm, specs
     leaves = [*jax.tree.leaves(like), _made_here()]
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
-        return
-    arrays = [x for x in leaves if isinstance(x, jax.Array)]
-    first, *_ = arrays[0].sharding.device_set
-    _check(algorithm, specs, _platform(first))
+    if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+        arrays = [x for x in leaves if isinstance(x, jax.Array)]
+        first, *_ = arrays[0].sharding.device_set
+        _check(algorithm, specs, _platform(first))
+    # what has failed is refused here, and whoever takes another algorithm meets it no more
+    _noted[repr(algorithm), frozenset(spec.dtype for spec in specs.values())] = algorithm, specs
 
 
 def check_noted(device: jax.Device) -> None:

@@ -117,9 +117,13 @@ class Moments:
 
     def _begin_anew(self) -> list[int]:
         """Numbers of the leaves that begin anew: moments, and the counters beside them. A random
-        key is none, and would draw the same numbers again."""
-        beside = {place.before[:-1] for place in self._places if place is not None}
-        leaves = zip(self._paths, self._leaves, self._places, strict=True)
+        key is none, and would draw the same numbers again; nor are gradients that
+        `optax.MultiSteps` has added up so far."""
+        places = [
+            None if place is None or _adds_up(place.before) else place for place in self._places
+        ]
+        beside = {place.before[:-1] for place in places if place is not None}
+        leaves = zip(self._paths, self._leaves, places, strict=True)
         return [
             i
             for i, (path, x, place) in enumerate(leaves)
@@ -158,6 +162,11 @@ class Extra:
                 for name, x in self._named.leaves.items()
             }
         )
+
+
+def _adds_up(path: tuple[Any, ...]) -> bool:
+    """Whether there, in the state of an optimizer, are gradients of micro-steps."""
+    return getattr(path[-1], "name", None) == "acc_grads" if path else False
 
 
 def _may_be_keys(x: Any) -> bool:

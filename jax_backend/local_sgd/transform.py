@@ -441,7 +441,7 @@ class _Halves:
         warn(self.local, specs)
         stages = stage_starts(self.local)
         sent = self._sent(specs) if inside and specs else [UNSAID] * len(stages)
-        record = Record(None, self.axis_name, stages, unsaid=not (inside and specs))
+        record = Record(None, self.axis_name, stages)
         dense_bytes = sum(s.nbytes for s in specs.values())
 
         def averages(leaves: dict[str, jax.Array]) -> DataParallelState:
@@ -636,8 +636,9 @@ class _Halves:
         return {name: weight_of(OPS, value) for name, value in settings.items()}
 
     def _accounted(self, averages: DataParallelState, params: NamedTree) -> DataParallelState:
-        """The state with what a step sends, if `init` did not know among how many replicas."""
-        if not averages.record.unsaid or not params.leaves:
+        """The state with what a step sends: in one of `init`, or of a checkpoint, it may be that of
+        another number of replicas, wire dtype or schedule."""
+        if not params.leaves:
             return averages
         sent = vary_if_tracked(
             jnp.asarray(self._sent(specs_of(params.leaves)), jnp.float32), self.axis_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import jax
@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.two_level import without_levels
+from gradwire.core.kernels.arrays import wide_dtype
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.state import checkpoint
 from gradwire.core.text.options import OWN_CHECK, Replicas, checked
@@ -250,7 +251,10 @@ def from_portable(
 
     def kept(name: str, key: str, old: Any) -> Any:
         found = loaded.tensors.get(name, {})
-        return in_memory_of(old, jnp.asarray(found[key], old.dtype)) if key in found else old
+        if key not in found:
+            return old
+        own = np.asarray(found[key]).astype(old.dtype)
+        return _lying_like(old, own, jnp.asarray)
 
     def rows(name: str, key: str, old: Any) -> Any:
         if key not in loaded.tensors.get(name, {}):
@@ -259,7 +263,7 @@ def from_portable(
         if len(found) > 1:
             found = found[node_of]
         own = np.asarray(found, np.result_type(found.dtype, np.float32)) / scale
-        return in_memory_of(old, own.astype(old.dtype))
+        return _lying_like(old, own.astype(old.dtype))
 
     return like._replace(
         step=jnp.asarray(step, jnp.int32),
@@ -270,6 +274,19 @@ def from_portable(
         memory=rebuilt(like.memory, kept),
         local=PerReplica(rebuilt(like.local.per_replica, rows)),
     )
+
+
+def _lying_like(
+    old: Any, made: np.ndarray[Any, Any], otherwise: Callable[[Any], Any] = lambda x: x
+) -> Any:
+    """An array that stands for another, divided along other axes as that is; with another number of
+    rows on all devices, but for that."""
+    sharding = None if isinstance(old, jax.core.Tracer) else getattr(old, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return in_memory_of(old, otherwise(made))
+    along = sharding.spec if made.shape == old.shape else spec(None, *sharding.spec[1:])
+    place = NamedSharding(sharding.mesh, along, memory_kind=sharding.memory_kind)
+    return jax.make_array_from_callback(made.shape, place, lambda index: made[index])
 
 
 def _of_one_replica(like: DataParallelState) -> State[Any]:
@@ -376,8 +393,8 @@ def _split(keys: jax.Array, replicas: int) -> jax.Array:
 def _mean_of_rows(rows: jax.Array, weights: Any) -> jax.Array:
     if not jnp.issubdtype(rows.dtype, jnp.floating):
         return rows[:1]
-    counts = _counts(jnp, rows, weights).reshape(-1, *[1] * (rows.ndim - 1))
-    each = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    each = rows.astype(wide_dtype(rows.dtype.name))
+    counts = _counts(jnp, rows, weights).reshape(-1, *[1] * (rows.ndim - 1)).astype(each.dtype)
     total, counted = counts.sum(), jnp.where(counts > 0, each * counts, 0)
     mean = counted.sum(axis=0, keepdims=True) / jnp.where(total > 0, total, 1)
     return mean.astype(rows.dtype)

@@ -29,6 +29,7 @@ from gradwire.jax_backend.state.types import (
     PIECES,
     PLACED,
     RECORD,
+    SHARDED,
     UPDATES,
     WRONG_TURNS,
     DataParallelState,
@@ -106,7 +107,7 @@ class Survey:
         state: as given.
         leaves: its arrays, in JAX's order.
         marks: paths of all marks, also of those that hold nothing.
-        records: of our transformations.
+        records: of our transformations, by the path of each.
         chains: of optax that hold one of ours.
         mixtures: the states of `optax.multi_transform`.
         conditional: those of `optax.conditionally_transform`.
@@ -116,7 +117,7 @@ class Survey:
     state: Any
     leaves: list[Leaf] = field(default_factory=list)
     marks: list[Keys] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
+    records: list[tuple[Keys, Record]] = field(default_factory=list)
     chains: list[tuple[Any, ...]] = field(default_factory=list)
     mixtures: list[Any] = field(default_factory=list)
     conditional: list[Any] = field(default_factory=list)
@@ -375,15 +376,18 @@ class Survey:
 
     def refuse_other_axis(self, axis_name: AxisName) -> None:
         """Raise ValueError for a state of a transformation along another axis."""
-        for record in self.records:
-            if record.per_replica is not None and set(axes_of(record.axis_name)) != set(
-                axes_of(axis_name)
-            ):
+        for keys, record in self.records:
+            # of an average of gradients nothing differs, if it remembers nothing
+            if record.per_replica is None and not {LAYOUT, AVERAGES} & {*keys}:
+                continue
+            own, given = axes_of(record.axis_name), axes_of(axis_name)
+            if own != given if record.ordered else {*own} != {*given}:
+                what = "in that order" if {*own} == {*given} else "along that axis"
                 raise ValueError(
                     f"axis_name={axis_name!r}, but the state is of a transformation with"
-                    f" axis_name={record.axis_name!r}: its memory differs along that axis, and"
-                    f" would be lost. Give axis_name={record.axis_name!r} here, or make the state"
-                    " anew for another axis"
+                    f" axis_name={record.axis_name!r}: its memory differs {what}, and would be"
+                    f" lost. Give axis_name={record.axis_name!r} here, or make the state anew for"
+                    " another axis"
                 )
 
     def warn_of_chains(self) -> None:
@@ -399,15 +403,12 @@ class Survey:
                     " its moments are those of one replica's gradients, differ between replicas,"
                     " and a checkpoint keeps those of the first. Put power_sgd(…),"
                     " all_reduce_mean(…) or average_gradients(…) first: optax.chain(power_sgd(…),"
-                    " optax.adam(…))",
+                    " optax.adam(…)); and what a sharded optimizer is to divide inside it,"
+                    " zero1(optax.adam(…), …)",
                     stacklevel=4,
                 )
             masked = [part for part in chain if type(part).__name__ == "MaskedState"]
-            if (
-                len(masked) == 1
-                and _is_ours(masked[0])
-                and not any(isinstance(x, DataParallelState) for x in chain)
-            ):
+            if len(masked) == 1 and _is_ours(masked[0]) and not any(map(_averages, chain)):
                 warnings.warn(
                     "optax.masked round the transformation that averages gradients, and nothing in"
                     " the chain for the parameters that are masked out: nobody averages their"
@@ -455,9 +456,7 @@ def survey(state: Any) -> Survey:
                 found.conditional.append(x)
             if type(x) is tuple and any(map(_is_ours, x)):
                 found.chains.append(x)
-            return x is not tree and (
-                isinstance(x, PerReplica | Record) or (type(x) is tuple and not x)
-            )
+            return x is not tree and isinstance(x, PerReplica | Record)
 
         for inner, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stops)[0]:
             here = (*path, *inner)
@@ -466,11 +465,10 @@ def survey(state: Any) -> Survey:
                 found.marks.append((*keys, MARK))
                 walk(x, here)
             elif isinstance(x, Record):
-                found.records.append(x)
-                walk(x, here)
-            elif type(x) is tuple:
+                found.records.append((keys, x))
                 if keys[-2:-1] == (LAYOUT,):
                     found.layouts[keys[:-2]] = keys[-1]
+                walk(x, here)
             else:
                 last = max((i for i, key in enumerate(keys) if key == MARK), default=0)
                 found.leaves.append(
@@ -483,16 +481,23 @@ def survey(state: Any) -> Survey:
 
 def _is_ours(x: Any) -> bool:
     """Whether this averages gradients, or masks what does."""
-    masks = type(x).__name__ == "MaskedState" and isinstance(
-        getattr(x, "inner_state", None), DataParallelState
+    masks = type(x).__name__ == "MaskedState" and _averages(getattr(x, "inner_state", None))
+    return masks or _averages(x)
+
+
+def _averages(x: Any) -> bool:
+    """Whether this is the state of what averages gradients."""
+    if isinstance(x, DataParallelState):
+        return True
+    layout = getattr(x, LAYOUT, None) if getattr(x, "_fields", ()) == SHARDED else None
+    return isinstance(layout, dict) and any(
+        isinstance(place, Record) and place.averages for place in layout.values()
     )
-    return masks or isinstance(x, DataParallelState)
 
 
 def _averaging(state: Any) -> int:
     """How many in this state average gradients."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, DataParallelState))
-    return sum(isinstance(x, DataParallelState) for x in leaves)
+    return sum(map(_averages, jax.tree.leaves(state, is_leaf=_averages)))
 
 
 def _moments(part: Any) -> str | None:

@@ -42,7 +42,7 @@ class PerReplica(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["per_replica"],
-    meta_fields=["axis_name", "stages", "unsaid"],
+    meta_fields=["axis_name", "stages", "averages", "ordered"],
 )
 @dataclass(frozen=True)
 class Record:
@@ -55,13 +55,15 @@ class Record:
             replicas.
         axis_name: that of the transformation.
         stages: steps from which on something else is sent: 0, and the algorithm's start. Rising.
-        unsaid: what is sent depends on the number of replicas, which nobody had said in `init`.
+        averages: gradients are averaged there.
+        ordered: which replica is which matters: they are of nodes, or have pieces.
     """
 
     per_replica: Any
     axis_name: AxisName
     stages: tuple[int, ...]
-    unsaid: bool = False
+    averages: bool = True
+    ordered: bool = False
 
 
 #: Bytes of a step that nobody knows yet. No NaN, for which `jax_debug_nans` stops a program.
@@ -144,7 +146,7 @@ class LocalSGDState(NamedTuple):
 
 MARK = PerReplica._fields[0]
 #: The fields of `ZeroState`: what is equal on all replicas, a mark, and what shapes are to be.
-COMMON, PIECES, LAYOUT = "common", "pieces", "layout"
+SHARDED = COMMON, PIECES, LAYOUT = "common", "pieces", "layout"
 #: The fields of `DataParallelState` that hold marks.
 LOCAL, RECORD = "local", "record"
 #: Fields of `LocalSGDState` that count.
@@ -172,11 +174,11 @@ def is_placed(mark: Any) -> bool:
     return bool(mark.dtype != jnp.int8)
 
 
-def layout_of(replicas: int, axes: int) -> dict[str, tuple[()]]:
-    """The layout of a sharded optimizer's state: for how many replicas it is, and how many axes its
-    pieces have together. As a key it is part of the structure, and `jax.vmap` and `jax.pmap`, which
-    give each array one axis more, leave it as it is."""
-    return {f"replicas={replicas} axes={axes}": ()}
+def layout_of(replicas: int, axes: int, record: Record) -> dict[str, Record]:
+    """The layout of a sharded optimizer's state: for how many replicas it is, how many axes its
+    pieces have together, and its place. As a key it is part of the structure, and `jax.vmap` and
+    `jax.pmap`, which give each array one axis more, leave it as it is."""
+    return {f"replicas={replicas} axes={axes}": record}
 
 
 def layout_in(key: str) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from gradwire.jax_backend.state.survey import survey
 from gradwire.jax_backend.state.types import (
     MARK,
     PerReplica,
+    Record,
     by_path,
     host_memory,
     in_memory,
@@ -44,13 +45,13 @@ class ZeroState(NamedTuple):
             owners as vectors, `"0.mu.{Dense_2.kernel;Dense_3.kernel}"` → (1, k); some layers of a
             stacked array, `"0.mu.{layers.kernel}"` → (1, ⌈L/W⌉, n, m). See
             `gradwire.jax_backend.state.types` for the forms, and `reshard`.
-        layout: {for how many replicas, and of how many axes: ()}, which tells a state from one of
-            several members of an ensemble.
+        layout: {for how many replicas, and of how many axes: its place}, which tells a state from
+            one of several members of an ensemble, and from one along another axis.
     """
 
     common: Any
     pieces: PerReplica
-    layout: dict[str, tuple[()]] = {}  # noqa: RUF012
+    layout: dict[str, Record] = {}  # noqa: RUF012
 
 
 def reshard(state: Any, like: T) -> T:

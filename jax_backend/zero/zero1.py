@@ -54,6 +54,7 @@ from gradwire.jax_backend.ops.packing import columns
 from gradwire.jax_backend.state.names import NamedTree, flatten, pure, specs_of
 from gradwire.jax_backend.state.types import (
     PerReplica,
+    Record,
     by_path,
     layout_of,
     on_devices,
@@ -282,8 +283,9 @@ class _Sharded:
             return ZeroState(self.inner.init(params), PerReplica(params), params)
         made = self._made(params, named)
         axes = sum(x.ndim for x in made.pieces.per_replica.values())
+        place = Record(None, self.axis_name, (), averages=self.algorithm is not None, ordered=True)
         return made._replace(
-            layout=layout_of(self._shards(specs_of(named.leaves)).world_size, axes)
+            layout=layout_of(self._shards(specs_of(named.leaves)).world_size, axes, place)
         )
 
     def _made(self, params: optax.Params, named: NamedTree) -> ZeroState:

@@ -128,10 +128,10 @@ def test_a_step_takes_one_more_gradient_and_reuses_what_is_donated(mode, half_st
     )
     step, arguments = one_step(tx, gradients, mode, 2, donate_argnums=(0, 1))
     memory = step.lower(*arguments).compile().memory_analysis()
-    # All of it, with the mark of the place.
-    assert memory.alias_size_in_bytes == size + sum(
-        x.nbytes for x in jax.tree.leaves(tx.init(gradients))
-    )
+    # All of it, with the mark of the place, but for the bytes of a step, which are a constant.
+    state = tx.init(gradients)
+    reused = sum(x.nbytes for x in jax.tree.leaves(state)) - state.account.sent.nbytes
+    assert memory.alias_size_in_bytes == size + reused
     assert memory.temp_size_in_bytes < 1.1 * size
 
 

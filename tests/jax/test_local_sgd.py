@@ -123,6 +123,29 @@ def test_accumulation_inside_counts_micro_steps():
             assert np.allclose(trace[r, step + 1], w[r], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("moments", ["keep", "average", "reset"])
+def test_an_average_between_micro_steps_loses_no_gradient(moments):
+    """Nor the place of a schedule; the moments inside begin anew."""
+    inner = optax.MultiSteps(optax.sgd(optax.linear_schedule(0.1, 0.3, 2), momentum=0.5), 2)
+    tx = gw.local_sgd(inner, LocalSGD(3), axis_name=AXIS, moments=moments)
+
+    def run(params, state):
+        for _ in range(6):
+            updates, state = tx.update({"w": jnp.ones(3)}, state, params)
+            params, state = tx.average_params(optax.apply_updates(params, updates), state)
+        return params["w"], state.inner
+
+    w, inner = jax.vmap(run, axis_name=AXIS, axis_size=2)(
+        {"w": jnp.zeros((2, 3))},
+        jax.vmap(tx.init, axis_size=2, axis_name=AXIS)({"w": jnp.zeros((2, 3))}),
+    )
+    assert inner.gradient_step.tolist() == [3, 3]
+    # rates 0.1, 0.2, 0.3; the momentum of the second step is that of one gradient where it is anew
+    moved = 0.1 + 0.2 * (1.0 if moments == "reset" else 1.5)
+    moved += 0.3 * (1.5 if moments == "reset" else 1.75)
+    np.testing.assert_allclose(w, np.full((2, 3), -moved), rtol=1e-5)
+
+
 def test_under_vmap_an_average_is_sent_only_when_it_is_due():
     """As DrJAX maps replicas, with `jax.jit` inside too. A branch on a number that has an axis for
     the replicas would become a selection, and be taken always."""

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from gradwire import CompressionWarning, Compressor, PowerSGD, Quantize, Sign, TopK, TwoLevel
-from gradwire.jax_backend import abstract_state, average_gradients, partition_specs
+from gradwire.jax_backend import (
+    abstract_state,
+    average_gradients,
+    distribute,
+    partition_specs,
+    relative_error,
+    set_replicas,
+)
 from tests.jax.replicas import AXIS, mesh_of
 from tests.methods import METHODS
 
@@ -207,3 +214,21 @@ def test_where_dtypes_are_promoted_only_if_somebody_says_so(algorithm):
             with jax.numpy_dtype_promotion(mode):
                 found.append(as_one_of_four(tx.update, of(given), tx.init(of(params))))
         assert types(found[0]) == types(found[1])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_is_done_beside_the_step_promotes_nothing_either(dtype):
+    """A mean of errors for other replicas, and the error of an average."""
+    params = {"w": jnp.ones((64, 32), dtype)}
+    tx = average_gradients(PowerSGD(2), axis_name=AXIS)
+    with jax.numpy_dtype_promotion("strict"):
+        mesh = jax.make_mesh((2,), (AXIS,))
+        state = distribute(tx.init(params), mesh, AXIS)
+        assert set_replicas(state, 4).local.per_replica["error"]["w"].dtype == dtype
+        found = jax.vmap(
+            lambda g, s: relative_error(g, g, s, axis_name=AXIS),
+            (None, None),
+            axis_name=AXIS,
+            axis_size=2,
+        )(params, tx.init(params))
+        assert found.whole.tolist() == [0, 0]

@@ -13,7 +13,7 @@ from flax import linen
 from jax.sharding import NamedSharding
 
 import gradwire.jax_backend as gw
-from gradwire import LocalSGD, PowerSGD
+from gradwire import LocalSGD, PowerSGD, TwoLevel
 from tests.jax.replicas import AXIS, mesh_of, power, through_orbax
 
 PARAMS = {"w": jnp.ones((64, 32))}
@@ -210,17 +210,98 @@ def test_a_mixture_whose_parts_do_not_all_average_is_spoken_of():
         parts = {"w": optax.chain(average, optax.sgd(0.1)), "b": rest}
         return optax.chain(*before, optax.multi_transform(parts, {"w": "w", "b": "b"}))
 
+    def sharded(averaged):
+        return gw.zero1(optax.sgd(0.1), axis_name=AXIS, replicas=2, averaged=averaged)
+
     quiet = [
         mixture(optax.set_to_zero()),
+        mixture(sharded(False)),
+        mixture(sharded(True), [gw.all_reduce_mean(axis_name=AXIS)]),
         mixture(optax.chain(gw.all_reduce_mean(axis_name=AXIS), optax.sgd(0.1))),
         mixture(optax.sgd(0.1), [gw.all_reduce_mean(axis_name=AXIS)]),
     ]
     with warnings.catch_warnings(action="error", category=UserWarning):
         for tx in quiet:
             gw.partition_specs(tx.init(params), AXIS)
-    for rest in (optax.sgd(0.1), optax.adam(0.1)):
+    for rest in (optax.sgd(0.1), optax.adam(0.1), sharded(True)):
         with pytest.warns(UserWarning, match="averages gradients of 'w' and not of 'b'"):
             gw.partition_specs(mixture(rest).init(params), AXIS)
+
+
+def test_moments_before_a_sharded_optimizer_are_spoken_of():
+    """But not those before one that is given averages."""
+
+    def specs(averaged, *before):
+        zero = gw.zero1(optax.sgd(0.1), axis_name=AXIS, replicas=2, averaged=averaged)
+        tx = optax.chain(*before, optax.scale_by_adam(), zero)
+        return gw.partition_specs(tx.init(PARAMS), AXIS)
+
+    with pytest.warns(UserWarning, match="ScaleByAdamState precedes .* inside it, zero1"):
+        specs(False)
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        specs(True, gw.all_reduce_mean(axis_name=AXIS))
+
+
+BOTH = ("data", "model")
+
+
+def zero(axis):
+    return gw.zero1(optax.adam(0.1), axis_name=axis, replicas=4 if axis == BOTH else 2)
+
+
+def nodes(axis):
+    return gw.average_gradients(TwoLevel(PowerSGD(2), within=axis[-1]), axis_name=axis)
+
+
+#: What is made along an axis, and where it is put.
+ELSEWHERE = {
+    "pieces": (zero("data"), "model"),
+    "pieces of both axes": (zero("data"), BOTH),
+    "pieces in another order": (zero(BOTH), BOTH[::-1]),
+    "nodes in another order": (nodes(BOTH), BOTH[::-1]),
+    "local SGD": (gw.local_sgd(optax.sgd(0.1), LocalSGD(4), axis_name="data"), "model"),
+    "DiLoCo": (gw.diloco(optax.sgd(0.1), 4, axis_name="data"), "model"),
+}
+
+
+@pytest.mark.parametrize(("tx", "axis"), ELSEWHERE.values(), ids=ELSEWHERE)
+def test_a_state_of_another_axis_is_refused(tx, axis):
+    mesh, state = jax.make_mesh((2, 2), BOTH), tx.init(PARAMS)
+    state = gw.stack_replicas(state) if isinstance(tx, gw.LocalOptimizer) else state
+    for place in (
+        lambda: gw.distribute(state, mesh, axis),
+        lambda: gw.partition_specs(state, axis),
+    ):
+        with pytest.raises(ValueError, match=r"axis_name=.* Give axis_name=.* here, or make"):
+            place()
+
+
+def test_replicas_of_no_nodes_may_have_any_order():
+    tx = gw.average_gradients(power(), axis_name=BOTH)
+    gw.distribute(tx.init(PARAMS), jax.make_mesh((2, 2), BOTH), BOTH[::-1])
+
+
+def test_what_was_portable_lies_as_its_parameter_does():
+    mesh = jax.make_mesh((2, 2), (AXIS, "fsdp"))
+    params = {"w": jax.device_put(PARAMS["w"], NamedSharding(mesh, jax.P(None, "fsdp")))}
+    state = gw.distribute(TX.init(params), mesh, AXIS)
+    moved = gw.to_portable(state, power())
+    back = gw.from_portable(moved, power(), TX.init(params), replicas=2)
+    for x, y in zip(*map(jax.tree.leaves, (gw.distribute(back, mesh, AXIS), state)), strict=True):
+        assert np.array_equal(x, y)
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    assert state.local.per_replica["error"]["w"].sharding.spec == jax.P(AXIS, None, "fsdp")
+
+
+def test_another_start_of_local_sgd_is_restored(tmp_path):
+    saved, later = (
+        gw.stack_replicas(gw.diloco(optax.sgd(0.1), 4, axis_name=AXIS, start_step=n).init(PARAMS))
+        for n in (0, 10)
+    )
+    back = through_orbax(
+        gw.distribute(saved, mesh_of(2), AXIS), tmp_path, gw.abstract_state(later, 2)
+    )
+    assert jax.tree.structure(back) == jax.tree.structure(later)
 
 
 def test_missed_averages_are_found_under_any_key():

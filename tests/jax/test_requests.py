@@ -338,4 +338,5 @@ def test_a_branch_in_a_branch_is_traced_once():
     state = tx.init({"a": jnp.ones(24)})
     TRACED.clear()
     jax.make_jaxpr(tx.update, axis_env=[(AXIS, 4)])({"a": jnp.ones(24)}, state)
-    assert TRACED == {"outer": 1, "inner": 1}
+    # and once more to count the bytes of a step
+    assert TRACED == {"outer": 2, "inner": 2}

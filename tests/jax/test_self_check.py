@@ -212,3 +212,16 @@ def test_no_accelerator_is_not_looked_at(monkeypatch, looks):
 def test_diloco_without_a_compressor_has_nothing_to_look_at(looks):
     gw.local_sgd(optax.sgd(0.1), diloco(2), axis_name=AXIS).init(PARAMS)
     assert looks == []
+
+
+def test_whoever_takes_another_algorithm_meets_the_refused_one_no_more(monkeypatch):
+    def look(algorithm, specs, replicas, place, steps_of):
+        return "it is wrong" if algorithm == Sign() else None
+
+    monkeypatch.setattr(here, "self_check", look)
+    params = {"w": jnp.zeros((64, 64))}
+    with pytest.raises(ValueError, match="it is wrong"):
+        gw.average_gradients(Sign(), axis_name=AXIS).init(params)
+    state = gw.power_sgd(2, axis_name=AXIS).init(params)
+    gw.distribute(state, jax.make_mesh((1,), (AXIS,)), AXIS)
+    gw.replicate(state, jax.devices()[:1], axis_name=AXIS)

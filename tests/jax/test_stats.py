@@ -10,7 +10,16 @@ from jax.sharding import AxisType
 
 import gradwire
 import gradwire.jax_backend as gw
-from gradwire import AllReduce, LocalSGD, LocalSimulator, PowerSGD, TwoLevel, WireDtype, diloco
+from gradwire import (
+    AllReduce,
+    LocalSGD,
+    LocalSimulator,
+    PowerSGD,
+    Quantize,
+    TwoLevel,
+    WireDtype,
+    diloco,
+)
 from gradwire.torch_backend import Stats
 from tests.jax.replicas import AXIS, Replicas, gradients, mesh_of
 
@@ -145,6 +154,30 @@ def test_what_torch_has_too_is_called_the_same():
     assert {"wire_bytes", "local_error_norm"} == {
         name for name in found._fields if not hasattr(theirs, name)
     }
+
+
+def test_bytes_are_those_of_the_algorithm_that_goes_on():
+    """A state may come from another wire dtype, or another number of replicas."""
+    coded, plain = (
+        gw.average_gradients(each, axis_name=AXIS)
+        for each in (WireDtype(PowerSGD(2), "int8"), PowerSGD(2))
+    )
+    run = Replicas(coded, PARAMS, 2)
+    run.update(gradients(SHAPES, 0, 2))
+    sent = [gradwire.plan(SHAPES, PowerSGD(2)).wire_bytes]
+    after = jax.vmap(plain.update, (None, 0), axis_name=AXIS, axis_size=2)
+    state = jax.tree.map(lambda x: jnp.stack([x] * 2), coded.init(PARAMS))
+    found = gw.stats(jax.tree.map(lambda x: x[0], after(PARAMS, state)[1]))
+    assert [found.wire_bytes] == sent == [found.bytes_sent]
+    tx = gw.average_gradients(Quantize("int8"), axis_name=AXIS)
+    of_four = jax.vmap(tx.init, None, axis_name=AXIS, axis_size=4)(PARAMS)
+    two = jax.tree.map(lambda x: x[:2], of_four)
+    found = gw.stats(
+        jax.tree.map(lambda x: x[0], jax.vmap(tx.update, (None, 0), axis_name=AXIS)(PARAMS, two)[1])
+    )
+    by_replicas = [gradwire.plan(SHAPES, Quantize("int8"), world_size=n).wire_bytes for n in (2, 4)]
+    assert by_replicas[0] != by_replicas[1]
+    assert found.wire_bytes == by_replicas[0]
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["params", "no params"])

@@ -245,3 +245,21 @@ def test_a_checkpoint_goes_on_with_one_level_with_other_nodes_and_comes_back(err
 
 def mean_errors(saved):
     return {name: memory["error"].mean(0) for name, memory in saved["local"].items()}
+
+
+@pytest.mark.parametrize("other", [PowerSGD(2), WireDtype(PowerSGD(2), "bfloat16")], ids=repr)
+def test_a_state_of_another_wire_dtype_goes_on(other):
+    """Inside two levels as without them."""
+    params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+    coded, tx = (
+        average_gradients(TwoLevel(each, within="ici"), axis_name="dcn")
+        for each in (WireDtype(PowerSGD(2), "int8"), other)
+    )
+    assert jax.tree.structure(coded.init(params)) == jax.tree.structure(tx.init(params))
+    mesh = jax.make_mesh((2, 2), AXES)
+    state = distribute(coded.init(params), mesh, AXES)
+    specs = partition_specs(state, AXES)
+    step = jax.shard_map(
+        tx.update, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs), check_vma=False
+    )
+    jax.eval_shape(step, params, state)
