@@ -7,6 +7,7 @@ are left out on both sides, but where both are given the same gradients.
 """
 
 from contextlib import contextmanager, nullcontext
+from fnmatch import fnmatchcase
 from functools import cache
 from unittest import mock
 
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import gradwire
 import gradwire.torch_backend as gw
@@ -272,6 +274,92 @@ def test_on_shards_one_message_each_way_and_the_tools_of_torch(world):
     assert same_bits(train(other, again, world.rank, range(2, 3)), before)
     # Between the two shards of its owner there and back, and each half on to the other replica.
     assert sum(world.everyones(again.stats().bytes_sent)) == again.stats().steps * 4 * nbytes
+
+
+@cases.case(slow=True)
+def test_on_shards_a_state_that_does_not_fit_is_refused_and_changes_nothing(world):
+    model, zero = on_shards(four_shards(), Model(torch.float32))
+    train(model, zero, world.rank, range(2))
+    whole = zero.consolidated_state_dict(to=None)
+
+    class Renamed(Model):
+        def __init__(self):
+            super().__init__(torch.float32)
+            self.gain = self.scale
+            del self.scale
+
+    other = shard(Renamed(), four_shards())
+    renamed = gw.ZeroOptimizer(list(other.named_parameters()), ON_SHARDS)
+    of_adam = torch.optim.AdamW(
+        [{"params": [p for _, p in group]} for group in named_groups(model)], lr=0.1
+    )
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+    of_adam.step()
+    stray = {**whole, "state": whole["state"] | {99: {}}}
+    for words, optimizer, state in (
+        ("only in the state 'scale', only here 'gain'", renamed, whole),
+        (
+            "Muon cannot step with the state of parameter 'layers.0.weight'",
+            zero,
+            of_adam.state_dict(),
+        ),
+        ("the state holds that of parameter 99, of no group", zero, stray),
+    ):
+        before = optimizer.consolidated_state_dict(to=None)
+        assert words in (heard := said(optimizer.load_state_dict, state)), heard
+        assert same_bits(optimizer.consolidated_state_dict(to=None), before)
+
+
+def named_groups(model):
+    """The parameters of each pattern, as they are ordered."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    groups = {pattern: [] for pattern in ON_SHARDS}
+    for n, p in named:
+        groups[next(pattern for pattern in ON_SHARDS if fnmatchcase(n, pattern))].append((n, p))
+    return list(groups.values())
+
+
+@cases.case(slow=True)
+def test_full_precision_of_an_earlier_run_is_no_weight_of_this_one(world):
+    """Neither where one without it, on shards, has taken its state over, nor where that one's is
+    loaded without it."""
+    full = {"master_dtype": torch.float32, "process_group": world.group}
+    first = Model(torch.bfloat16)
+    zero = gw.ZeroOptimizer(first.named_parameters(), MIXTURE, average_gradients=True, **full)
+    train(first, zero, world.rank, range(2))
+    saved = zero.consolidated_state_dict(to=None)
+    model, on = on_shards(four_shards(), first)
+    on.load_state_dict(saved)
+    assert all("master" not in own for own in on.consolidated_state_dict(to=None)["state"].values())
+    now = train(model, on, world.rank, range(2, 4))
+    last = Model(torch.bfloat16)
+    last.load_state_dict(now)
+    plain = gw.ZeroOptimizer(last.named_parameters(), MIXTURE, process_group=world.group)
+    plain.load_state_dict(saved)
+    assert same_bits(weights(last), now)
+
+
+@cases.case(slow=True)
+def test_on_shards_work_is_divided_over_all_patterns_and_rates_may_end_below_zero(world):
+    """And who counts steps of optimizers sees those of its parts."""
+    torch.manual_seed(0)
+    model = shard(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4))), four_shards())
+    each = {f"{i}.*": ("Muon", {"lr": 0.1 * (i + 1)}, "parameter") for i in range(4)}
+    zero = gw.ZeroOptimizer(list(model.named_parameters()), each)
+    steps = []
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: steps.append(optimizer))
+    for sign in (1, -1):
+        for group in zero.param_groups:
+            group["lr"] = sign * abs(group["lr"])
+        model(torch.ones(2, 8)).square().sum().backward()
+        zero.step()
+    hook.remove()
+    # a message there and one back for each pattern; the matrix of each is another rank's
+    owners = {r for part in zero._sharded.parts for r, own in enumerate(part._owned) if own}
+    assert owners == {0, 1, 2, 3}
+    assert not any(type(each) is torch.optim.Muon for each in steps)
+    assert all(p.full_tensor().isfinite().all() for p in model.parameters())
 
 
 @cases.case(slow=True)

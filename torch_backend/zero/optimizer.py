@@ -689,7 +689,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             Counted.of_state(state_dict[COUNTED]) if COUNTED in state_dict else self._counted()
         )
         self.optimizer.load_state_dict(plain)
-        for name, master in masters.items():
+        # Without `master_dtype` pieces are the weights themselves, which are the module's.
+        for name, master in masters.items() if self._own.master_dtype is not None else ():
             self._own.pieces[name].detach().copy_(master)
         self._step.steps, self._skipped = counted.steps, counted.skipped_steps
         self._step.collectives.sent.count_from(counted.sent)

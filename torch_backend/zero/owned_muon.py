@@ -12,6 +12,7 @@ as the parameters are: tools for sharded models save it as that of any other opt
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +23,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.core.ops import Spec
+from gradwire.core.text.wording import some
 from gradwire.core.zero.sharding import shard_by_parameter
 from gradwire.torch_backend.fsdp.layout import local_part
 from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.setup.sharded_models import is_dtensor
-from gradwire.torch_backend.zero.arguments import agreed_on
+from gradwire.torch_backend.zero.arguments import agreed_on, are_made_up
 from gradwire.torch_backend.zero.rules import Mixture, Rule
+from gradwire.torch_backend.zero.state import MASTER
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ class Place:
 
 
 class OwnedMuon(torch.optim.Optimizer):
-    """`torch.optim.Muon` on parameters that are sharded.
+    """`torch.optim.Muon` on parameters that are sharded, once it has been told who owns
+    which (`take_over`).
 
     Args:
         rule: of the parameters.
@@ -128,17 +132,25 @@ class OwnedMuon(torch.optim.Optimizer):
                 f"{rule.subject}: matrices are of {sorted(map(str, dtypes))}; give each dtype a"
                 " pattern"
             )
-        specs = {
+        self.specs = {
             names[p]: Spec(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for p in matrices
         }
-        work = {name: rule.work(spec) for name, spec in specs.items()}
-        owners = shard_by_parameter(specs, place.mesh.numel(), work).owners
+        self.work = {name: rule.work(spec) for name, spec in self.specs.items()}
+        self._names = names
         #: Of each rank, by its place in the mesh, what it owns, the most work first.
-        self._owned = [
-            sorted((p for p in matrices if owners[names[p]] == r), key=lambda p: -work[names[p]])
-            for r in range(place.mesh.numel())
-        ]
+        self._owned: list[list[Tensor]] = []
         self.messages = self.bytes_sent = 0
+
+    def take_over(self, owners: Mapping[str, int]) -> None:
+        """Let matrices be orthogonalized by these ranks, name → place in the mesh."""
+        matrices = sorted(
+            (p for group in self.param_groups for p in group["params"]),
+            key=lambda p: -self.work[self._names[p]],
+        )
+        self._owned = [
+            [p for p in matrices if owners[self._names[p]] == r]
+            for r in range(self._place.mesh.numel())
+        ]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -231,8 +243,11 @@ class OwnedMuon(torch.optim.Optimizer):
         """The change of a matrix without weight decay: that of zeros, by torch's own Muon."""
         stand_in = torch.nn.Parameter(momentum.new_zeros(p.shape))
         stand_in.grad = momentum.view(p.shape)
-        options = {key: group[key] for key in self._options}
-        self._class([stand_in], **options | {"momentum": 0.0, "nesterov": False}).step()
+        options, valid = ({key: x[key] for key in self._options} for x in (group, self.defaults))
+        muon = self._class([stand_in], **valid)
+        # which nobody checks any more: a schedule may end below zero
+        muon.param_groups[0].update(options | {"momentum": 0.0, "nesterov": False})
+        step_unseen(muon)
         return stand_in.detach().reshape(-1)
 
     def _of_all_replicas(
@@ -286,7 +301,7 @@ class OnShards(Mixture):
             named = [
                 {**group, "params": [(names[p], p) for p in group["params"]]} for group in groups
             ]
-            return [
+            made = [
                 (
                     OwnedMuon(rule, group, names, place)
                     if rule.shard == "parameter"
@@ -294,6 +309,13 @@ class OnShards(Mixture):
                 )
                 for rule, group in zip(rules, named, strict=True)
             ]
+            muons = [part for part in made if isinstance(part, OwnedMuon)]
+            specs = {name: spec for part in muons for name, spec in part.specs.items()}
+            work = {name: number for part in muons for name, number in part.work.items()}
+            owners = shard_by_parameter(specs, place.mesh.numel(), work).owners if muons else {}
+            for part in muons:
+                part.take_over(owners)
+            return made
 
         def agreed() -> list[torch.optim.Optimizer]:
             return agreed_on(place.shards, settings, trained, parts, refused)
@@ -304,6 +326,7 @@ class OnShards(Mixture):
             else agreed_on(place.replicas, settings, trained, agreed, None)
         )
         super().__init__(found)
+        self._rules = list(rules)
         self._names = names
         self._steps = 0
 
@@ -370,20 +393,66 @@ class OnShards(Mixture):
                 raise ValueError(f"{what} holds NaN or inf in the state")
             return distribute_tensor(x, p.device_mesh, p.placements)
 
+        if unknown := [number for number in state_dict["state"] if number not in of_number]:
+            raise ValueError(f"the state holds that of parameter {unknown[0]!r}, of no group")
+        # Weights are the model's: full precision of an optimizer without shards of its own is none.
         state = {
-            number: {key: placed(number, key, x) for key, x in own.items()}
+            number: {key: placed(number, key, x) for key, x in own.items() if key != MASTER}
             for number, own in state_dict["state"].items()
         }
+        for rule, group in zip(self._rules, state_dict["param_groups"], strict=True):
+            for number in group["params"]:
+                if state.get(number):
+                    self._require_served(rule, of_number[number], group, state[number])
         super().load_state_dict({**state_dict, "state": state})
+
+    def _require_served(
+        self, rule: Rule, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> None:
+        """Raise ValueError for a state from which the optimizer cannot step a parameter: it is
+        tried out with a few zeros."""
+        few = torch.zeros((2,) * p.ndim, dtype=p.dtype, device=local_part(p).device)
+        stand_in = torch.nn.Parameter(few)
+        stand_in.grad = torch.zeros_like(few)
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        of_few = {
+            key: torch.zeros_like(few, dtype=x.dtype) if isinstance(x, Tensor) and x.ndim else x
+            for key, x in state.items()
+        }
+        loaded = {"state": {0: of_few}, "param_groups": [{**options, "params": [0]}]}
+        try:
+            trial = rule.optimizer([{"params": [stand_in]}])
+            trial.load_state_dict(copy.deepcopy(loaded))
+            step_unseen(trial)
+        except Exception as error:  # of any optimizer, from anything
+            raise ValueError(
+                f"{rule.optimizer_class.__name__} cannot step with the state of parameter"
+                f" {self._names[p]!r}, which holds {sorted(state)} and options"
+                f" {sorted(options)}: {type(error).__name__}: {error}"
+            ) from error
 
     def _in_order(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Groups of a state with their parameters in the order of those here, where both have the
-        same names; else they are taken as they come, as torch does."""
+        same names; where one has none they are taken as they come, as torch does. Raises ValueError
+        for other names."""
         ordered = []
         for theirs, ours in zip(groups, self.param_groups, strict=True):
             own = [self._names[p] for p in ours["params"]]
             named = dict(zip(theirs.get("param_names") or (), theirs["params"], strict=False))
             if named.keys() == set(own):
-                theirs = {**theirs, "params": [named[n] for n in own], "param_names": own}
-            ordered.append(dict(theirs))
+                theirs = {**theirs, "params": [named[n] for n in own]}
+            elif named and not are_made_up(named) and not are_made_up(own):
+                raise ValueError(
+                    "the state is of other parameters: only in the state"
+                    f" {some(sorted(named.keys() - {*own}))}, only here"
+                    f" {some(sorted({*own} - named.keys()))}"
+                )
+            ordered.append({**theirs, "param_names": own})
         return ordered
+
+
+def step_unseen(optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer that stands in for another, without hooks on the steps of all optimizers:
+    who counts steps would count it."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
