@@ -144,12 +144,20 @@ def main() -> None:
     like = flax_state(args)
     if args.to == "flax":
         saved = torch.load(io.BytesIO(content), weights_only=True)
+        compressor, wanted = saved.get("compressor"), repr(algorithms(args)[0])
+        if compressor is None or compressor["algorithm"] != wanted:
+            of = "no PowerSGD" if compressor is None else compressor["algorithm"]
+            raise SystemExit(f"{args.source} is of a run with {of}, not with {wanted}")
         state = to_flax(saved, like, args)
         checkpoints.write(
             args.destination, train_flax.packed(args, state, saved["step"], saved["seconds"])
         )
         return
     data = flax.serialization.msgpack_restore(content)
+    if data["options"] != train_flax.described(args):
+        raise SystemExit(
+            f"{args.source} is of a run with {data['options']}, not with {train_flax.described(args)}"
+        )
     state = flax.serialization.from_state_dict(like, data["state"])
     packed = io.BytesIO()
     torch.save(to_torch(state, torch_state(args), args) | {"seconds": data["seconds"]}, packed)

@@ -359,7 +359,7 @@ def main() -> None:
     began = time.monotonic()
     before = [
         (s, signal.signal(s, lambda s, _: stop_signals.append(s)))
-        for s in (signal.SIGINT, signal.SIGTERM)
+        for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     ]
     try:
         if args.all:

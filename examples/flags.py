@@ -171,6 +171,10 @@ def check(args: argparse.Namespace, p: argparse.ArgumentParser) -> argparse.Name
             p.error(
                 f"{flag} keeps a whole optimizer on each replica, and --zero divides one among them; give one of them"
             )
+    if args.rank < 1 or args.start_step < 0 or args.seed < 0:
+        p.error("--rank must be at least 1, --start-step and --seed at least 0")
+    if args.compress != "powersgd" and args.half_step:
+        p.error(f"--half-step is PowerSGD's, and --compress {args.compress} has none; leave it out")
     if args.local_sgd is not None and args.diloco is not None:
         p.error("--local-sgd and --diloco are two ways to do the same; give one of them")
     if args.width > 64 and args.width % 64:
@@ -179,7 +183,8 @@ def check(args: argparse.Namespace, p: argparse.ArgumentParser) -> argparse.Name
         )
     if args.auto_resume and args.checkpoint is None:
         p.error("--auto-resume needs --checkpoint PATH, the file to continue from")
-    # No process writes one before all of them have come so far: they all decide alike.
+    # No process of a machine writes one before all of them have come so far; of several machines
+    # `train_torch.py` compares what they have found.
     args.resume = args.resume or (args.auto_resume and args.checkpoint.exists())
     if args.resume and args.checkpoint is None:
         p.error("--resume needs --checkpoint PATH, the file to continue from")

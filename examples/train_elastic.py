@@ -9,6 +9,7 @@ Kill a site, and start it again: it goes on where the others are.
 """
 
 import argparse
+import signal
 import socket
 from datetime import timedelta
 from pathlib import Path
@@ -82,6 +83,8 @@ def train(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    # Else ctrl-C waits for the thread that looks for other sites, for an hour.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -43,6 +43,17 @@ def start() -> torch.device:
     return device
 
 
+def resumes_everywhere(args: argparse.Namespace, device: torch.device) -> bool:
+    """Whether all processes have found a checkpoint; none may go on where others begin."""
+    found = torch.tensor(float(args.resume), device=device)
+    dist.all_reduce(found)
+    if 0 < found < dist.get_world_size():
+        raise SystemExit(
+            f"{args.checkpoint} is there on some nodes only; put it where all of them read it"
+        )
+    return bool(found)
+
+
 def train(args: argparse.Namespace, device: torch.device) -> None:
     rank = dist.get_rank()
     text = load(args.text, context=args.context)
@@ -58,7 +69,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), **settings)
     handle = communicate(ddp, optimizer, args)
     done, seconds = 0, 0.0
-    if args.resume:
+    if resumes_everywhere(args, device):
         done, seconds = restore(args, model, optimizer, handle)
 
     show = rank == 0

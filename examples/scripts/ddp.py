@@ -23,8 +23,7 @@ parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--checkpoint", type=Path, default="ddp.pt")
 parser.add_argument("--tensorboard", metavar="FOLDER", help="needs the package tensorboard")
 args = parser.parse_args()
-
-cuda = torch.cuda.is_available()
+cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
 dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -45,7 +44,7 @@ ddp = DistributedDataParallel(model)
 handle = register_comm_hook(ddp, WireDtype(PowerSGD(16, start_step=10), "int8"), grad_scaler=scaler)  # the added line
 parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler}
 done = 0
-if args.checkpoint.exists():
+if args.checkpoint.exists():  # which all nodes read from one place
     state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
     for name, part in {**parts, "compressor": handle}.items():  # on any number of ranks
         part.load_state_dict(state[name])
@@ -63,13 +62,14 @@ for step in range(done, args.steps):
     scaler.update()
     optimizer.zero_grad()
     schedule.step()
-    if (step + 1) % 50 == 0:
+    if (step + 1) % 50 == 0 or step + 1 == args.steps:
         x, y = batch(10**6 + rank)
         dist.all_reduce(right := (model(x).argmax(1) == y).float().mean() / world)
         state = {name: part.state_dict() for name, part in parts.items()}
         state |= {"compressor": handle.gathered_state_dict("all"), "steps": step + 1}  # all ranks call it
         if rank == 0:
-            torch.save(state, args.checkpoint)
+            torch.save(state, unfinished := args.checkpoint.with_suffix(".unfinished"))
+            unfinished.replace(args.checkpoint)  # at no moment is there half a checkpoint under its name
             print(f"step {step + 1}: {right.item():.0%} of the held-out points are right", flush=True)
         if rank == 0 and args.tensorboard:
             with import_module("torch.utils.tensorboard").SummaryWriter(args.tensorboard) as writer:

@@ -26,7 +26,7 @@ parser.add_argument("--steps", type=int, default=50)
 parser.add_argument("--checkpoint", type=Path, default="fsdp2")
 args = parser.parse_args()
 
-cuda = torch.cuda.is_available()
+cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
 dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 rank, world = dist.get_rank(), dist.get_world_size()

@@ -8,6 +8,7 @@ Kill a site, and start it again: it receives everything from another, and goes o
 """
 
 import argparse
+import signal
 import socket
 from datetime import timedelta
 
@@ -28,6 +29,7 @@ model = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 256), nn.GEL
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
 
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # else ctrl-C waits for the thread that looks for other sites
 store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # of this site alone
 manager = Manager(
     pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),  # how long a message may take

@@ -2,12 +2,15 @@
 happened."""
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from urllib.request import urlopen
 
 import flax.serialization
 import jax
@@ -223,6 +226,12 @@ def test_a_run_moves_to_flax_and_back_as_if_it_had_stayed(start, tmp_path, monke
     monkeypatch.setattr("sys.argv", ["convert.py", "flax", str(begun), str(flax), "--zero"])
     with pytest.raises(SystemExit):
         convert.main()
+    # a file of other options does not become one of these
+    options += ["--start-step=3"]
+    for to, source in (("flax", begun), ("torch", flax)):
+        with pytest.raises(SystemExit, match=r"is of a run with .*, not with .*start_step=3"):
+            convert_to(to, source, tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
 
 
 def test_a_file_is_what_was_written_and_damage_is_noticed(tmp_path):
@@ -304,42 +313,66 @@ def test_the_sharded_jax_model_goes_on_with_slices_of_another_size(start, tmp_pa
     assert went_on(first, start(script, *SMALL, *more).finish())
 
 
-def test_a_site_that_is_killed_comes_back(start):
+@contextmanager
+def lighthouse(sites):
+    """The port of one that waits for so many."""
     pytest.importorskip("torchft")
     port = free_port()
     command = [
         sys.executable,
         ROOT / "tests" / "lighthouse.py",
         f"--bind=127.0.0.1:{port}",
-        "--min_replicas=1",
+        f"--min_replicas={sites}",
+        "--heartbeat_timeout_ms=1000",
     ]
-
-    def site(number):
-        options = (
-            f"--site={number}",
-            f"--text={ROOT / 'README.md'}",
-            *SMALL,
-            "--period=5",
-            "--steps=100000",
-        )
-        return start(
-            EXAMPLES / "train_elastic.py", *options, TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}"
-        )
-
-    def says(site, pattern):
-        site.wait_for(lambda: re.search(pattern, site.log.read_text()))
-
-    with subprocess.Popen(
-        [*command, "--heartbeat_timeout_ms=1000"], stderr=subprocess.DEVNULL
-    ) as server:
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
         try:
-            says(first := site(0), r"round 2 of 1 sites")
-            says(second := site(1), r"of 2 sites")
-            second.kill()
-            says(first, r"of 2 sites(?s:.*)of 1 sites")
-            says(again := site(1), r"of 2 sites")
+            yield port
         finally:
             server.kill()
+
+
+def site_of(start, port, number):
+    options = (
+        f"--site={number}",
+        f"--text={ROOT / 'README.md'}",
+        *SMALL,
+        "--period=5",
+        "--steps=100000",
+    )
+    return start(
+        EXAMPLES / "train_elastic.py", *options, TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}"
+    )
+
+
+def test_ctrl_c_ends_a_site_that_waits_for_others(start):
+    with lighthouse(sites=2) as port:
+        site = site_of(start, port, 0)
+
+        def waits():
+            with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/status", timeout=60) as page:
+                found = re.search(rb"\[(\d+)/\d+ participants healthy\]", page.read())
+                return found and int(found[1]) > 0
+
+        site.wait_for(waits)
+        for pid in site.alive():
+            os.kill(pid, signal.SIGINT)
+        assert not site.left_behind()
+        assert site.process.wait(60) != 0
+
+
+def test_a_site_that_is_killed_comes_back(start):
+    with lighthouse(sites=1) as port:
+        site = partial(site_of, start, port)
+
+        def says(site, pattern):
+            site.wait_for(lambda: re.search(pattern, site.log.read_text()))
+
+        says(first := site(0), r"round 2 of 1 sites")
+        says(second := site(1), r"of 2 sites")
+        second.kill()
+        says(first, r"of 2 sites(?s:.*)of 1 sites")
+        says(again := site(1), r"of 2 sites")
     steps = [
         int(re.search(r"step (\d+),", each.log.read_text())[1]) for each in (first, second, again)
     ]
