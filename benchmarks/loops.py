@@ -30,7 +30,7 @@ from measuring import WARM_UP, save, write_part
 from shapes import elements, gpt
 from torch._C._distributed_c10d import HashStore
 
-from gradwire import PowerSGD, Quantize
+from gradwire import PowerSGD, Quantize, Sign, TopK
 from gradwire.torch_backend.cpu import compiled
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 
@@ -43,6 +43,8 @@ METHODS: dict[str, Any] = {
     "PowerSGD(4)": PowerSGD(4),
     "int8": Quantize("int8"),
     "int4": Quantize("int4"),
+    "TopK(64)": TopK(64),
+    "Sign": Sign(),
 }
 
 

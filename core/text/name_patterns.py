@@ -34,7 +34,7 @@ class Patterns(dict[str, int]):
     tried. Not to be changed."""
 
     def __eq__(self, other: object) -> bool:
-        """Of the same patterns in another order another one may decide."""
+        """Whether they are the same in the same order: in another one another may decide."""
         if isinstance(other, Patterns):
             return [*self.items()] == [*other.items()]
         return dict.__eq__(self, other)

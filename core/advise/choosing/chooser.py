@@ -27,9 +27,9 @@ FAR = 1.5
 #: Timed steps of the first look at a method, and of either one in each round of a trial. The first
 #: after a change of the method is not timed, nor are so many at the very beginning.
 SCREENED, PAIRS, SETTLING = 2, 4, 2
-#: Rounds of a trial at most, of a method that looks faster: while others have had none, and later.
-#: Of any other it is one.
-FEW_ROUNDS, MOST_ROUNDS = 3, 6
+#: Rounds of a trial at most, while others have had none, and later: of a method that looks faster,
+#: or takes less than so many times as long, which costs next to nothing. Of any other it is one.
+FEW_ROUNDS, MOST_ROUNDS, NEAR = 6, 12, 1.03
 #: What trials may cost in all: so many steps of the chosen method, and this share of all time.
 STEPS_FOR_TRIALS, SHARE_FOR_TRIALS = 10, 0.006
 #: Steps between trials at first, which double; and the seconds between them at most.
@@ -188,8 +188,8 @@ class Chooser:
         ][:1]
         if self.chosen != 0 and 0 in known and 0 not in rivals:
             rivals.append(0)
-        if rivals:
-            yield rivals[self._turn % len(rivals)]
+        turn = self._turn % len(rivals) if rivals else 0
+        yield from (*rivals[turn:], *rivals[:turn])
 
     def _less_hit(self) -> int | None:
         """Who would be faster in the long run after a burst, by what is known of bursts. That pays
@@ -273,12 +273,14 @@ class Chooser:
         return None if test.faster == 0 else rival if test.faster > 0 else own
 
     def _rounds(self, rival: int) -> int:
-        """How many a trial may have: more where they cost nothing, since the rival looks faster."""
+        """How many a trial may have: more where they cost next to nothing."""
         found = self._seconds
-        looks_faster = (
-            rival in found and self.chosen in found and self._mean(rival) < self._mean(self.chosen)
+        looks_near = (
+            rival in found
+            and self.chosen in found
+            and self._mean(rival) < NEAR * self._mean(self.chosen)
         )
-        return (FEW_ROUNDS if self._untried else MOST_ROUNDS) if looks_faster else 1
+        return (FEW_ROUNDS if self._untried else MOST_ROUNDS) if looks_near else 1
 
     def _end_trial(self, rival: int, winner: int | None) -> None:
         self._since, self._turn = 0, self._turn + 1
