@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, Auto, PowerSGD, WireDtype, plan
-from tests.torch.compare import relative, same_bits
+from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import Layers, loss_on, mlp
 from tests.torch.ranks import Cases, World
 from tests.torch.training import collective_payloads, hooked, train
@@ -434,6 +434,57 @@ def test_what_is_compressed_after_an_earlier_state_is_counted_from_there(world):
     assert state.compression_stats()[1:] == (0, 0)
     train(ddp, LOSS, 6, local=False)
     assert state.compression_stats() == (rate, 2 * before, 2 * after)
+
+
+@cases.case
+def test_a_later_start_counts_on(world):
+    state = low_rank(world, 1, 0)
+    ddp = wrapped(world, state)
+    train(ddp, LOSS, 3, local=False)
+    before = state.compression_stats()
+    state.start_powerSGD_iter = 6
+    train(ddp, LOSS, 2, local=False)
+    assert state.compression_stats() == before
+    train(ddp, LOSS, 3, local=False)
+    rate, dense, sent = state.compression_stats()
+    assert rate == pytest.approx(before[0])
+    assert (dense * 3, sent * 3) == tuple(5 * n for n in before[1:])
+
+
+FIRST_STEPS = {
+    "names": lambda world: low_rank(world, named_parameters=[("x", nn.Parameter(torch.ones(1)))]),
+    "another configuration": lambda world: loaded_for_another_rank(world),
+}
+
+
+def loaded_for_another_rank(world):
+    begun, state = low_rank(world, 1, 0), low_rank(world, 2, 0)
+    train(wrapped(world, begun), LOSS, 1, local=False)
+    state.load_state_dict(begun.state_dict())
+    return state
+
+
+@cases.each(FIRST_STEPS)
+def test_ddp_takes_another_pass_after_a_first_step_that_is_refused(world, make):
+    ddp = wrapped(world, make(world))
+    for _ in range(2):
+        assert "ValueError" in (heard := said(train, ddp, LOSS, 1, local=False)), heard
+
+
+@cases.case
+def test_an_optimizer_does_not_step_where_the_hook_before_it_has_failed(world):
+    """Ranks at different steps."""
+    state, (ddp, _) = low_rank(world, 1, 0), hooked(mlp(*WIDTHS), None, world.group)
+    zero = gw.ZeroOptimizer(ddp.module.named_parameters(), torch.optim.SGD, lr=0.1)
+    ddp.register_comm_hook(state, gw.hook_with_zero_step(gw.powerSGD_hook, ddp, zero))
+    LOSS(ddp, world.rank, 0).backward()
+    before, steps = weights(ddp.module), zero.stats().steps
+    saved = state.state_dict()
+    saved["memory"] = {**saved["memory"], "step": 7 * world.rank + 1}
+    state.load_state_dict(saved)
+    assert "ranks differ" in (heard := said(lambda: LOSS(ddp, world.rank, 1).backward())), heard
+    assert same_bits(weights(ddp.module), before)
+    assert zero.stats().steps == steps
 
 
 @cases.each(CHANGES)

@@ -696,6 +696,89 @@ def test_gradients_are_views_of_the_buckets(clear):
     assert seen[2] == seen[3]
 
 
+class Sometimes(torch.autograd.Function):
+    """A product whose backward pass ends with no gradient for the matrix where it is `off`, as
+    compiled functions may."""
+
+    @staticmethod
+    def forward(ctx, x, w, off):
+        ctx.off = off
+        ctx.save_for_backward(x, w)
+        return x.clone() if off else x @ w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        return (gradient, None, None) if ctx.off else (gradient @ w.T, x.T @ gradient, None)
+
+
+class Ending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Parameter(0.1 * torch.randn(16, 16)) for _ in range(2))
+        self.off = False
+
+    def forward(self, x):
+        return Sometimes.apply(torch.tanh(x @ self.first), self.second, self.off)
+
+
+@cases.each(
+    [(by, unused) for by in ("hook", "DataParallel") for unused in (False, True)],
+)
+def test_a_gradient_that_autograd_leaves_undefined_is_averaged_as_under_ddp(world, variant):
+    """On one rank, and on all."""
+    by, unused = variant
+    options = {"find_unused_parameters": unused, "process_group": world.group}
+
+    def trained(make):
+        model = Ending()
+        wrapper, found = make(model), []
+        optimizer = sgd(model)
+        for step in range(4):
+            model.off = step > 0 and (step == 3 or world.rank == 0)
+            optimizer.zero_grad()
+            data = torch.Generator().manual_seed(10 * step + world.rank)
+            wrapper(torch.randn(4, 16, generator=data)).sin().sum().backward()
+            optimizer.step()
+            found.append({n: p.grad for n, p in model.named_parameters()})
+        return weights(model), found
+
+    def ours(model):
+        if by == "DataParallel":
+            return DataParallel(model, **options)
+        return hooked(model, AllReduce(), world.group, find_unused_parameters=unused)[0]
+
+    expected, theirs = trained(lambda model: DistributedDataParallel(model, **options))
+    found, given = trained(ours)
+    assert world.agree(found)
+    assert relative(found, expected) < 1e-6
+    for a, b in zip(given, theirs, strict=True):
+        assert [n for n in a if a[n] is None] == [n for n in b if b[n] is None]
+
+
+@cases.case
+def test_where_a_gradient_is_undefined_the_error_stays(world):
+    model = Ending()
+    ddp, handle = hooked(
+        model, PowerSGD(1, min_compression_rate=1), world.group, find_unused_parameters=True
+    )
+
+    def step(off):
+        model.off = off
+        model.zero_grad()
+        ddp(
+            torch.randn(4, 16, generator=torch.Generator().manual_seed(world.rank))
+        ).sum().backward()
+        return handle.rank_state_dict()["tensors"]["second"]["error"].clone()
+
+    before = step(off=False)
+    assert before.norm() > 0
+    for _ in range(2):
+        assert torch.equal(step(off=True), before)
+        assert model.second.grad is None
+
+
 def test_unused_parameters_hold_up_nobody():
     ours, sent_before_the_end = DataParallel(either(), **UNUSED, **caps(1e-6)), []
     for which in (1, 0):  # the order of buckets is 1, 0

@@ -2,6 +2,7 @@
 algorithm in a running job, drops passes and errors."""
 
 import copy
+import gc
 import logging
 import warnings
 import weakref
@@ -21,6 +22,7 @@ from gradwire.torch_backend import (
     powerSGD_hook,
     register_comm_hook,
 )
+from gradwire.torch_backend.ddp.bucket_hook import raise_after_backward
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.local_sgd.moments import Moments
@@ -608,3 +610,45 @@ def test_a_discarded_pass_with_unused_parameters(world):
         step(("left", "right"), 2)
     assert same_bits(before, handle.rank_state_dict())
     assert len(gradients(ddp.module)) == len(list(Branches().parameters()))
+
+
+def test_what_a_rank_without_data_meets_is_raised_at_once():
+    """DDP's `join` calls hooks where no backward pass runs."""
+    with pytest.raises(ArithmeticError, match="lost"):
+        raise_after_backward(ArithmeticError("a peer is lost"))
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_unregistered_handle_measures_nothing_and_says_so():
+    _, handle = hooked(mlp(*WIDTHS), PowerSGD(1), None)
+    handle.unregister()
+    with pytest.raises(ValueError, match="this handle is unregistered"), handle.measured():
+        pass
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_with_a_graph_are_refused_by_an_averager():
+    model = mlp(*WIDTHS)
+    named = dict(model.named_parameters())
+    averager = Averager(PowerSGD(1), named)
+    loss = LOSS(model, 0, 0)
+    inner = torch.autograd.grad(loss, list(named.values()), create_graph=True)
+    with pytest.raises(ValueError, match=r"gradients\['0.weight'\] has a graph of its own"):
+        averager(dict(zip(named, inner, strict=True)))
+    averager({n: g.detach() for n, g in zip(named, inner, strict=True)})
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("by", ["hook", "DataParallel"])
+def test_parameters_that_are_wrapped_again_keep_no_hooks(by):
+    model, options = mlp(*WIDTHS), {"find_unused_parameters": True}
+    for _ in range(3):
+        wrapper = (
+            DataParallel(model, **options)
+            if by == "DataParallel"
+            else hooked(model, PowerSGD(1), None, **options)[0]
+        )
+        LOSS(wrapper, 0, 0).backward()
+        del wrapper
+        gc.collect()
+    assert {len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()} == {0}

@@ -392,10 +392,15 @@ class _Running:
         assert self.driver is not None
         assert self._hook is not None
         self._reconfigured = False
+        # counted by the start that was: a later one counts none of these steps
+        loaded = self._state._loaded
+        counted = zip(loaded["elements"], self.elements, strict=True)
         self._algorithm = self._configured()
+        self._state._loaded = {**loaded, "elements": [old + new for old, new in counted]}
         driver = self._made(self.driver.specs, self.driver.ops.device, self.driver.process_group)
         driver.continue_from(self.driver)
         self.driver = self._hook.driver = driver
+        self.count_anew()
 
     @property
     def elements(self) -> tuple[int, int]:
@@ -424,7 +429,15 @@ class _Running:
             if read.is_last and len(self._first_step) <= read.index:
                 self._refuse_first_step()
             elif read.is_last:
-                self._run_first_step()
+                buckets, self._first_step = self._first_step, []
+                try:
+                    self._run_first_step(buckets)
+                except Exception as error:
+                    # of a pass that does not end DDP would take no other
+                    for each in buckets:
+                        if not each.future.done():
+                            each.future.set_result(each.buffer)
+                    raise_after_backward(error)
         return read.future
 
     def _before_step(self, step: int) -> None:
@@ -447,8 +460,7 @@ class _Running:
             )
         )
 
-    def _run_first_step(self) -> None:
-        buckets, self._first_step = self._first_step, []
+    def _run_first_step(self, buckets: Sequence[Bucket]) -> None:
         if complex_shapes := [
             tuple(p.shape) for bucket in buckets for p in bucket.parameters if p.is_complex()
         ]:

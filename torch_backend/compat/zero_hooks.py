@@ -208,6 +208,8 @@ class _ZeroHook:
             # All hooks of the step have been called, so every rank gets here after the same
             # messages.
             average = single(future.wait())
+            if (failed := getattr(future, "failed", None)) is not None:
+                raise failed
             if average.data_ptr() != bucket.buffer.data_ptr():
                 bucket.buffer.copy_(average)
             self._add(bucket)

@@ -164,6 +164,11 @@ class Averager(Handle):
                     f"gradients[{name!r}] and gradients[{other!r}] are one tensor, which cannot"
                     " hold two averages; give it under one name"
                 )
+            if g.requires_grad:
+                raise ValueError(
+                    f"gradients[{name!r}] has a graph of its own, made by create_graph=True, and"
+                    " averages are written in its place; the inner derivatives are this replica's"
+                )
             spec = self._specs[name]
             if g.is_sparse:
                 raise ValueError(

@@ -27,6 +27,22 @@ from gradwire.torch_backend.engine.torch_modes import uncompiled
 from gradwire.torch_backend.torch_internals import in_backward, in_node, queue_callback
 
 
+class _Later(torch.futures.Future[Tensor]):
+    """Completed by the thread that calls hooks, in the call for the last bucket: in an earlier call
+    nobody may wait for it. `failed`: why it holds the gradients of this rank alone."""
+
+    failed: Exception | None = None
+
+    def wait(self) -> Tensor:
+        if not self.done():
+            raise RuntimeError(
+                "a hook waits for the future of a bucket, which is completed in the call for the"
+                " last bucket of the step: waiting would never end. Return it, or what its `then`"
+                " returns"
+            )
+        return super().wait()
+
+
 @dataclass(slots=True)
 class Bucket:
     """What a `dist.GradBucket` says, and whether it is one of several that have been kept until
@@ -37,7 +53,7 @@ class Bucket:
     buffer: Tensor
     parameters: list[Tensor]
     gradients: list[Tensor]
-    future: torch.futures.Future[Tensor]
+    future: _Later
     kept: bool
 
     @classmethod
@@ -74,21 +90,7 @@ def _laid_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
     return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
 
 
-class _Later(torch.futures.Future[Tensor]):
-    """Completed by the thread that calls hooks, in the call for the last bucket: in an earlier call
-    nobody may wait for it."""
-
-    def wait(self) -> Tensor:
-        if not self.done():
-            raise RuntimeError(
-                "a hook waits for the future of a bucket, which is completed in the call for the"
-                " last bucket of the step: waiting would never end. Return it, or what its `then`"
-                " returns"
-            )
-        return super().wait()
-
-
-def new_future(device: torch.device) -> torch.futures.Future[Tensor]:
+def new_future(device: torch.device) -> _Later:
     """A future for a tensor on `device`. On CUDA its completion orders streams and makes no host
     wait."""
     return _Later() if device.type == "cpu" else _Later(devices=[device])
@@ -214,10 +216,11 @@ class BucketHook:
         if self.used is not None:
             self.used.clear()
         waiting, self._waiting = self._waiting, []
-        for each in waiting:
-            each.future.set_result(each.buffer)
         # whose traceback holds what the step has worked on
         failed, self._failed = self._failed, None
+        for each in waiting:
+            each.future.failed = failed
+            each.future.set_result(each.buffer)
         if self.at_end is not None:
             try:
                 self.at_end()
@@ -229,7 +232,9 @@ class BucketHook:
 
 def raise_after_backward(error: Exception) -> None:
     """Raise when the reducer has finished the backward pass, of which it would otherwise take no
-    other."""
+    other; where none runs, as for a rank that has no more data (`join`), at once."""
+    if not in_backward():
+        raise error
 
     def last() -> None:
         raise error

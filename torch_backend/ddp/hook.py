@@ -4,7 +4,8 @@ ddp = DistributedDataParallel(model)
 handle = gradwire.torch_backend.register_comm_hook(ddp, WireDtype(PowerSGD(16), "int8"))
 """
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.text.options import OWN_CHECK, AtLeast0, checked
 from gradwire.torch_backend.ddp.auto import Choice, Choosing, choice_for
 from gradwire.torch_backend.ddp.bucket_hook import BucketHook, LeftBehind, Slot
+from gradwire.torch_backend.engine.cuda_graphs import has_graphs
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.nodes import on_nodes
 from gradwire.torch_backend.engine.torch_modes import outside_inference_mode
@@ -248,8 +250,7 @@ class CommHook(Handle):
         self._slot.take(BucketHook(plain, self._on_bucket.names))
         self._slot.free = True
         self._registered = False
-        for hook in self._note_hooks:
-            hook.remove()
+        _remove(self._note_hooks)
 
     def _use(self, driver: Driver) -> None:
         super()._use(driver)
@@ -271,7 +272,9 @@ class CommHook(Handle):
 
     def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
         difference = super().reconfigure(algorithm)
-        self._choosing = self._on_bucket.at_end = None  # the user has chosen
+        if self._choosing is not None:  # the user has chosen, and steps may be replayed again
+            self.replay = has_graphs(self._driver.ops.device)
+        self._choosing = self._on_bucket.at_end = None
         self._on_bucket.at_start = self._look
         return difference
 
@@ -307,7 +310,14 @@ class CommHook(Handle):
     ) -> None:
         """Keep count of used parameters, by these hooks, and look for new ones."""
         self._on_bucket.used, self._note_hooks = used, hooks
+        # parameters may outlive DDP
+        weakref.finalize(self._on_bucket, _remove, hooks)
         self._look = self._on_bucket.at_start = look
+
+
+def _remove(hooks: Iterable[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _trained_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
@@ -342,8 +352,9 @@ def _note_used(
     hooks: list[RemovableHandle] = []
     for name, parameter in parameters.items():
 
-        def note(_: Tensor, name: str = name) -> None:
-            used.add(name)
+        def note(p: Tensor, name: str = name) -> None:
+            if p.grad is not None:  # autograd also ends with none, which DDP leaves alone
+                used.add(name)
 
         hooks.append(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
     return used, hooks

@@ -139,6 +139,7 @@ class BackwardReducer:
             return on_gradient
 
         self._hooks = [add_gradient_hook(p, hook(i)) for i, p in enumerate(self._parameters)]
+        weakref.finalize(self, _remove, self._hooks)
         # Held from now on, as DDP holds them: a node accumulates on the stream on which it was
         # made, and all have to be one stream's.
         self._accumulators = [p.expand_as(p).grad_fn.next_functions[0][0] for p in self._parameters]  # type: ignore[union-attr]
@@ -157,8 +158,10 @@ class BackwardReducer:
             self._begin()
         launched = self._state.ready(i)
         if not self.accumulating:
-            self._arrived.add(i)
-            self._into_bucket(i)
+            # autograd also ends with none: then the parameter was not used
+            if not self.find_unused or self._parameters[i].grad is not None:
+                self._arrived.add(i)
+                self._into_bucket(i)
             if launched:
                 self._launch(launched)
 
@@ -242,8 +245,9 @@ class BackwardReducer:
     def _into_bucket(self, i: int) -> None:
         parameter, view, factor = self._parameters[i], self._views[i], self._factors[i]
         gradient = parameter.grad
-        if gradient is None:  # a hook has taken it away
+        if gradient is None:  # autograd has ended with none, or a hook has taken it away
             view.zero_()
+            parameter.grad = view
             return
         if gradient is view:  # it was not cleared by zero_grad, or only set to zero
             if factor is not None:
@@ -289,6 +293,12 @@ class BackwardReducer:
         dist.broadcast(order, dist.get_global_rank(group, 0), group=group)
         self._state.rebuild(self._assign(self._limits, order.tolist()))
         self._flats, self._views = [], []
+
+
+def _remove(added: Sequence[tuple[dict[int, Any], int]]) -> None:
+    """Take hooks off parameters, which may outlive whoever has added them."""
+    for hooks, own in added:
+        hooks.pop(own, None)
 
 
 def _view_like(flat: Tensor, offset: int, parameter: Tensor, spec: Spec) -> Tensor:

@@ -222,7 +222,9 @@ class Handle:
         Raises:
             RuntimeError: some ranks have not entered within 10 minutes, or the timeout that the
                 process group was given; a CUDA graph is being captured.
+            ValueError: the handle is unregistered.
         """
+        self._require_registered()
         with measuring(self._driver) as found:
             yield found
 
