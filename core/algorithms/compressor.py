@@ -321,13 +321,12 @@ class Compressor(abc.ABC):
             kept = Spec(spec.shape, self.state_dtype or spec.dtype)
             memory = self.memory(ops, name, kept) if spec.size else None
             if memory is not None:
-                if not isinstance(memory, dict) or not all(
-                    hasattr(x, "shape") for x in memory.values()
-                ):
-                    raise ValueError(
-                        f"{type(self).__name__}.memory({name!r}) returns {memory!r}; return"
-                        " arrays by name, such as {'n': ops.zeros((), 'float32')}, or None"
-                    )
+                for x in memory.values() if isinstance(memory, dict) else (None,):
+                    if not hasattr(x, "shape"):
+                        raise ValueError(
+                            f"{type(self).__name__}.memory({name!r}) returns {memory!r}; return"
+                            " arrays by name, such as {'n': ops.zeros((), 'float32')}, or None"
+                        )
                 if ERROR in memory:
                     raise ValueError(
                         f"{type(self).__name__}.memory({name!r}) makes {ERROR!r}, which is that of"

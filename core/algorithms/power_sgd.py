@@ -123,7 +123,8 @@ class PowerSGD(Compressor):
     def __post_init__(self) -> None:
         super().__post_init__()
         for option in ("rank", "stacked", "rows"):
-            if isinstance(given := getattr(self, option), Mapping):
+            given = getattr(self, option)
+            if isinstance(given, Mapping) and not isinstance(given, Patterns):
                 object.__setattr__(self, option, Patterns(given))
         if self.square and (self.stacked or self.rows):
             raise ValueError(

@@ -15,7 +15,9 @@ def configured(config: Any) -> str:
     """The `repr` of a dataclass, without options that are as by default; those that have none
     first."""
     changed = [
-        f for f in fields(config) if f.default is MISSING or getattr(config, f.name) != f.default
+        f
+        for f in fields(config)
+        if (value := getattr(config, f.name)) is not f.default and value != f.default
     ]
     options = sorted(changed, key=lambda f: f.default is not MISSING)
     written = ", ".join(f"{f.name}={getattr(config, f.name)!r}" for f in options)
