@@ -9,6 +9,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+def is_written_through(path: Path) -> bool:
+    """Whether it is a device or a pipe, which is written to and not replaced; so is /dev/stdout
+    where that has been led to a file."""
+    led = path.is_symlink() and os.path.abspath(path).startswith(("/dev/", "/proc/"))
+    return path.exists() and (led or not path.is_file())
+
+
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     """A file to write. It gets its name when all of it is on the disk; until then, and if writing
@@ -22,8 +29,7 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
         OSError: it cannot be written.
     """
     path = Path(path)
-    # a device or a pipe, which is written to and not replaced
-    if path.exists() and not path.is_file():
+    if is_written_through(path):
         with path.open("wb") as file:
             yield file
         return

@@ -44,6 +44,17 @@ def by_argument(seed):
 def nothing():
     return None
 
+def fails():
+    return dict(None)
+
+def reads():
+    return open("data.bin").read()
+
+def fails_later():
+    def loss(model, x):
+        raise ValueError("no loss")
+    return dataclasses.replace(make(), loss=loss)
+
 number = 3
 """
 
@@ -258,6 +269,13 @@ def test_an_advice_weighs_what_was_compared(folder, capsys):
         (("-a", "LocalSGD({3: 4})"), "make", "period"),
         *((("-a", "Sign()"), training, "TRAINING") for training in ("number", "missing")),
         (("-a", "Sign()"), "nothing", "Training"),
+        (
+            ("-a", "Sign()"),
+            "fails",
+            ":fails raised TypeError: 'NoneType' object is not iterable (at ",
+        ),
+        (("-a", "Sign()"), "reads", ":reads raised FileNotFoundError: "),
+        (("-a", "Sign()"), "fails_later", ":fails_later raised ValueError: no loss (at "),
         (("-a", "Sign()", "--seeds", "2"), "unseeded", "seeds"),
         (("-a", "Sign()", "--rates", "1", "2"), "three_windows", "rates"),
         *((("-a", "Sign()", "--rates", rate), "make", "rates") for rate in ("0", "much")),
@@ -280,4 +298,7 @@ def test_an_advice_weighs_what_was_compared(folder, capsys):
     ],
 )
 def test_what_cannot_be_compared_is_refused(folder, capsys, options, training, named):
-    assert named in refused(capsys, *command(*options, training=training))
+    said = refused(capsys, *command(*options, training=training))
+    assert named in said
+    if "raised" in named:
+        assert "some_training.py:" in said

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 # (a command's process has loaded neither, and finds both; one of tests may have loaded one alone)
 import jax  # noqa: F401
@@ -18,6 +19,7 @@ import gradwire
 from gradwire import cli
 from gradwire.cli import app, models
 from gradwire.core.plan import expressions
+from gradwire.core.simulate.doctor.report import Report
 from gradwire.core.state.files import whole_file
 from tests.cli.called import refused, run
 from tests.launch import LIMIT
@@ -450,3 +452,43 @@ def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path):
         os.close(end)
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
     assert reader.is_fifo()
+
+
+def test_an_output_that_has_been_led_to_a_file_is_written_to_and_not_replaced(tmp_path):
+    """As /dev/stdout is by a shell."""
+    target = tmp_path / "written"
+    with target.open("w+b") as led:
+        path = Path(f"/dev/fd/{led.fileno()}")
+        assert path.is_file()
+        models.require_folder("--output", path)
+        with whole_file(path) as file:
+            file.write(b"whole")
+        report = Report(path=path, show=lambda row: None)
+        report.save()
+        assert path.is_symlink()
+    assert json.loads(target.read_text())["rows"] == []
+    assert [each.name for each in tmp_path.iterdir()] == ["written"]
+
+
+def test_a_file_of_weights_is_not_read_as_text(folder, monkeypatch):
+    import safetensors.torch
+
+    weights = folder / "large.safetensors"
+    safetensors.torch.save_file({"w": torch.zeros(4, 4)}, weights)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("it is read"))
+    assert models.load_model(str(weights)).specs["w"].shape == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("train.py:build", "train:build"),
+        ("./my/train.py:build", "my.train:build"),
+        ("my/train:build", "my.train:build"),
+    ],
+)
+def test_a_path_in_place_of_a_module_is_not_imported(folder, capsys, given, meant):
+    (folder / "train.py").write_text("raise SystemExit('it was run')")
+    said = refused(capsys, "plan", given, "-a", "Sign()")
+    assert "is a file" in said
+    assert meant in said

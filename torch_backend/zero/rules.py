@@ -205,7 +205,8 @@ def misfit(
             except Exception as error:
                 about = f"refuses {names[p]!r} of shape {tuple(p.shape)}, or its options"
                 return ValueError(
-                    f"{rule.subject}: {rule.optimizer_class.__name__} {about}: {error}"
+                    f"{rule.subject}: {rule.optimizer_class.__name__} {about}: {error}. The first"
+                    " pattern that matches decides: put one for such parameters before it"
                 )
     return refused
 

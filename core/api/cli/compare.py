@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, TimeRemainingColumn
 
-from gradwire.cli.models import BadArgument, load_callable, require_folder
+from gradwire.cli.models import BadArgument, load_callable, raised_by, require_folder
 from gradwire.comparing import Stopped, compare
 from gradwire.core.advise.compare.comparison import Comparison
 from gradwire.core.advise.probe import ALL, Probe
@@ -151,8 +151,11 @@ def print_comparison(
                 training=training,
                 progress=on_step,
             )
-        except (TypeError, ValueError) as error:
-            raise BadArgument(f"{training}: {error}") from error
+        except (TypeError, ValueError, OSError) as error:
+            said = raised_by(error, training)
+            if isinstance(error, OSError) and said == f"{training}: {error}":
+                raise  # of what is written here
+            raise BadArgument(said) from error
         except Stopped as stopped:
             found, status = stopped.comparison, INTERRUPTED
             if not found.runs.done:

@@ -19,6 +19,7 @@ from gradwire.cli.pretrained import built_by_default, built_from_config, is_conf
 from gradwire.cli.shape_files import specs_in
 from gradwire.core.ops import Spec
 from gradwire.core.plan.parameters import specs_of
+from gradwire.core.state.files import is_written_through
 from gradwire.core.text.wording import meant
 
 FILES = (".safetensors", ".json")
@@ -37,6 +38,8 @@ def require_folder(option: str, path: Path) -> None:
     write."""
     if not path.parent.is_dir():
         raise BadArgument(f"{option} {path}: there is no folder {path.parent}")
+    if is_written_through(path):
+        return
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         what = f"{path} is a folder" if path.is_dir() else f"{path.parent} may not be written to"
         raise BadArgument(f"{option} {path}: {what}; give the name of a file elsewhere")
@@ -55,7 +58,7 @@ def load_model(text: str) -> Model:
     path = Path(text)
     if path.suffix in FILES and ":" not in text:
         try:
-            if is_configuration(path):
+            if path.suffix == ".json" and is_configuration(path):
                 return _built(text, built_from_config(path))
             return Model(specs_in(path), "")
         except FileNotFoundError as error:
@@ -92,6 +95,12 @@ def of_users() -> Iterator[None]:
 def load_callable(text: str, argument: str) -> Callable[[], Any]:
     """What `module:callable` names, of a module here or installed. Raises BadArgument."""
     module, colon, name = text.partition(":")
+    if colon and name and (module.endswith(".py") or "/" in module):
+        dotted = module.removesuffix(".py").strip("./").replace("/", ".")
+        raise BadArgument(
+            f"{argument} {text!r}: {module} is a file; name its module, {dotted}:{name}, from the"
+            " folder that it is found in"
+        )
     if not colon or not module or not name or module.startswith("."):
         raise BadArgument(
             f"{argument} {text!r}: {FORMS if argument == 'MODEL' else 'give module:callable'}"
@@ -127,17 +136,8 @@ def _imported(module: str, said: str) -> Any:
 def _whose(error: BaseException, module: str) -> str:
     """That a module of the user's failed when it was imported, where, and what to do if it is a
     script."""
-    installed = (
-        __file__,
-        *(sysconfig.get_path(which) for which in ("stdlib", "platstdlib", "purelib", "platlib")),
-    )
-    frames = traceback.extract_tb(error.__traceback__)
-    where = [
-        f"{frame.filename}:{frame.lineno}"
-        for frame in frames
-        if not frame.filename.startswith("<frozen")
-    ]
-    own = [each for each in where if not each.startswith(installed)]
+    where = [f"{file}:{line}" for file, line in _frames(error)]
+    own = [each for each in where if not each.startswith((__file__, *_installed()))]
     kind = (
         "ended with status" if isinstance(error, SystemExit) else f"raised {type(error).__name__}:"
     )
@@ -145,6 +145,37 @@ def _whose(error: BaseException, module: str) -> str:
     if isinstance(error, ModuleNotFoundError):
         fix = f"install {error.name} beside gradwire"
     return f"to import {module} {kind} {error} (at {own[-1] if own else where[-1]}); {fix}"
+
+
+def raised_by(error: BaseException, text: str) -> str:
+    """What somebody's function, which is called `text`, has raised, and where; or what gradwire
+    says of it."""
+    ours = tuple(
+        folder
+        for room in ("", ".core", ".torch_backend", ".jax_backend")
+        if (spec := importlib.util.find_spec(f"gradwire{room}")) is not None
+        for folder in spec.submodule_search_locations or ()
+    )
+    frames = _frames(error)
+    last = max((i for i, (file, _) in enumerate(frames) if file.startswith(ours)), default=-1)
+    own = [f"{f}:{n}" for f, n in frames[last + 1 :] if not f.startswith(_installed())]
+    if not own:
+        return f"{text}: {error}"
+    return f"{text} raised {type(error).__name__}: {error} (at {own[-1]})"
+
+
+def _frames(error: BaseException) -> list[tuple[str, int]]:
+    return [
+        (frame.filename, frame.lineno or 0)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen")
+    ]
+
+
+def _installed() -> tuple[str, ...]:
+    """The folders of what is installed."""
+    found = (sysconfig.get_path(x) for x in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return tuple(found)
 
 
 def _built(text: str, build: Callable[[], Any]) -> Model:

@@ -19,6 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from gradwire.core.state.files import is_written_through
+
 #: Verdicts. A "note" is a fact that a reader should know: it is no fault.
 OK, FAULT, NOTE, SKIPPED = "ok", "fault", "note", "skipped"
 #: Characters of what an exception says.
@@ -94,8 +96,8 @@ class Report:
 
     def save(self) -> None:
         """Write the file, whole or not at all. Raises OSError."""
-        if self.path is not None and self.path.exists() and not self.path.is_file():
-            self.path.write_text(self.to_json())  # a device or a pipe, which is not replaced
+        if self.path is not None and is_written_through(self.path):
+            self.path.write_text(self.to_json())
         elif self.path is not None:
             beside = self.path.with_name(f"{self.path.name}.part")
             beside.write_text(self.to_json())
