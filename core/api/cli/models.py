@@ -38,7 +38,7 @@ def require_folder(option: str, path: Path) -> None:
     write."""
     if not path.parent.is_dir():
         raise BadArgument(f"{option} {path}: there is no folder {path.parent}")
-    if is_written_through(path):
+    if is_written_through(path) and not path.is_dir():
         return
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         what = f"{path} is a folder" if path.is_dir() else f"{path.parent} may not be written to"
