@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -207,6 +208,11 @@ class Compressor(abc.ABC):
     def _only_codes(self) -> bool:
         """Whether nothing is looked at of a large gradient, but the codes that are made of it: see
         `gradwire.core.ops.Ops.add_each`."""
+        return False
+
+    @property
+    def _overshoots(self) -> bool:
+        """Whether an error may be many times as large as what it is of: float16 ends at 65,504."""
         return False
 
     @property
@@ -570,6 +576,8 @@ class Compressor(abc.ABC):
             rests, dense = ops.settle(
                 ok, finite, left, sent, errors, received, decay=float(self.error_feedback)
             )
+            if self._overshoots:
+                rests = [_finite_in_float16(ops, rest) for rest in rests]
             for name, rest in zip(lot.x, rests, strict=True):
                 after[name][ERROR] = rest
         else:
@@ -610,6 +618,14 @@ async def _in_phase(counter: Any, kinds: Sequence[Callable[[], Program[T]]], fir
     return await branch_on_phase(
         counter, first, kinds[first], partial(_in_phase, counter, kinds, first + 1)
     )
+
+
+def _finite_in_float16(ops: Ops[A], error: A) -> A:
+    """An error, which is donated, without what is inf in float16, for which the next step of all
+    replicas would not be finite."""
+    if ops.dtype_of(error) != "float16":
+        return error
+    return ops.where(ops.abs(error) < math.inf, error, 0.0, out=error)
 
 
 @functools.cache

@@ -68,6 +68,10 @@ class Quantize(Quantizer, Compressor):
         # may look at them.
         return type(self) is Quantize and not self.stochastic
 
+    @property
+    def _overshoots(self) -> bool:
+        return True  # the second rounding counts for all replicas
+
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
         """{}, for every tensor: all are quantized, and nothing but the error is remembered.
 

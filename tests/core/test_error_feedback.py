@@ -276,3 +276,19 @@ def test_training_goes_on_after_outliers(algorithm, dtype):
                     )
             average = simulator.step(given)["w"]
         assert np.isfinite(average).all(), (kind, seed)
+
+
+@pytest.mark.parametrize(("dtype", "replicas", "largest"), [("int4", 64, 2e4), ("int2", 16, 2e4)])
+def test_errors_of_quantized_float16_gradients_stay_finite(dtype, replicas, largest):
+    """Where the second rounding, times the number of replicas, is beyond float16."""
+    simulator = Simulator(Quantize(dtype), {"m": (64, 128)}, replicas, dtype="float16")
+    rng = np.random.default_rng(0)
+    for _ in range(2):
+        gradients = rng.uniform(-largest, largest, (replicas, 64, 128)).astype(np.float16)
+        with np.errstate(over="ignore"):
+            average = simulator.step([{"m": each} for each in gradients])["m"]
+        assert np.isfinite(average).all()
+        errors = [state.tensors["m"]["error"] for state in simulator.states]
+        assert all(np.isfinite(error).all() for error in errors)
+        assert any((error == 0).any() for error in errors)
+        largest = 100.0  # the errors are near the largest number by now
