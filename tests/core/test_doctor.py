@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 import gradwire
 from gradwire import Sign, TopK, TwoLevel, diloco, doctoring
 from gradwire.cli.app import main
+from gradwire.cli.doctor import _conclude
 from gradwire.core.simulate.doctor import kernels, messages
 from gradwire.core.simulate.doctor.methods import QUICK, WHOLE, chosen
 from gradwire.core.simulate.doctor.processes import Job, received, run_job, sent
@@ -334,3 +336,26 @@ if "gradwire.torch_backend.doctor" in sys.orig_argv:
     added = TorchOps.sum_of_signs
     TorchOps.sum_of_signs = lambda *args: [x.flip(0) for x in added(*args)]
 """
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            [(OK, ""), (SKIPPED, "needs two GPUs")],
+            "Nothing is wrong here. here.json has all of it.",
+        ),
+        (
+            [(OK, ""), (SKIPPED, "no time was left"), (SKIPPED, "no time was left")],
+            "no time was left for 2 checks, see here.json.",
+        ),
+        ([(SKIPPED, "no time was left")], "Nothing was looked at. here.json says why."),
+        ([(NOTE, "lacks optax")], "Nothing was looked at. here.json says why."),
+    ],
+)
+def test_what_was_not_looked_at_is_not_said_to_be_right(capsys, rows, said):
+    report = Report(show=lambda row: None)
+    for i, (verdict, detail) in enumerate(rows):
+        report.add(Row("part", f"check {i}", verdict, detail))
+    _conclude(report, Path("here.json"))
+    assert " ".join(capsys.readouterr().out.split()).endswith(said)

@@ -10,7 +10,16 @@ from typing import Any
 
 from gradwire.cli.models import BadArgument, require_folder
 from gradwire.cli.tables import say
-from gradwire.core.simulate.doctor.report import FAULT, NOTE, OK, SKIPPED, Report, Row
+from gradwire.core.simulate.doctor.report import (
+    FAULT,
+    NO_TIME,
+    NOTE,
+    OK,
+    SKIPPED,
+    Report,
+    Row,
+)
+from gradwire.core.text.wording import many
 from gradwire.doctoring import doctor
 
 #: Facts of a machine that a reader wants to see first.
@@ -68,6 +77,11 @@ def _conclude(report: Report, output: Path) -> None:
         say(f"WRONG HERE: {row.part}, {row.check}: {row.detail}")
     if report.faults:
         say(f"Do not train with what is wrong here. {output} has all of it, for a report.")
+    elif not counts[OK]:
+        say(f"Nothing was looked at. {output} says why.")
+    elif late := sum(row.detail == NO_TIME for row in report.rows):
+        checks = many(late, "check")
+        say(f"Nothing is wrong of what was looked at; no time was left for {checks}, see {output}.")
     else:
         say(f"Nothing is wrong here. {output} has all of it.")
 

@@ -23,6 +23,8 @@ from gradwire.core.state.files import is_written_through
 
 #: Verdicts. A "note" is a fact that a reader should know: it is no fault.
 OK, FAULT, NOTE, SKIPPED = "ok", "fault", "note", "skipped"
+#: Why a check was skipped that might have found something.
+NO_TIME = "no time was left"
 #: Characters of what an exception says.
 LONGEST = 600
 
@@ -140,7 +142,7 @@ class Section:
         """Run a check, which returns a detail or raises. After an exception that is no `Fault` the
         section is `broken`: ranks may stand at different messages."""
         if self.broken or not self._agree(time.monotonic() < self._until):
-            why = "a check before it was broken off" if self.broken else "no time was left"
+            why = "a check before it was broken off" if self.broken else NO_TIME
             self._say(Row(self.part, name, SKIPPED, why))
             return
         began = time.monotonic()
