@@ -625,7 +625,9 @@ def _finite_in_float16(ops: Ops[A], error: A) -> A:
     replicas would not be finite."""
     if ops.dtype_of(error) != "float16":
         return error
-    return ops.where(ops.abs(error) < math.inf, error, 0.0, out=error)
+    # what NumPy makes of an array without axes is a number, which nobody can write to
+    place = error if error.shape else None
+    return ops.where(ops.abs(error) < math.inf, error, 0.0, out=place)
 
 
 @functools.cache

@@ -227,7 +227,8 @@ def test_a_row_is_read_whatever_is_written_around_it(speaker):
 
 #: A doctor whose processes hang, until it is interrupted.
 INTERRUPTED = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job ignores
 from gradwire import doctoring
 from gradwire.core.simulate.doctor import processes
 from gradwire.core.simulate.doctor.processes import Job

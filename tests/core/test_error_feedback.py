@@ -281,12 +281,14 @@ def test_training_goes_on_after_outliers(algorithm, dtype):
 @pytest.mark.parametrize(("dtype", "replicas", "largest"), [("int4", 64, 6e4), ("int2", 16, 2e4)])
 def test_errors_of_quantized_float16_gradients_stay_finite(dtype, replicas, largest):
     """Where the second rounding, times the number of replicas, is beyond float16."""
-    simulator = Simulator(Quantize(dtype), {"m": (64, 128)}, replicas, dtype="float16")
+    shapes = {"m": (64, 128), "scalar": ()}
+    simulator = Simulator(Quantize(dtype), shapes, replicas, dtype="float16", ops=PoisonOps())
     rng = np.random.default_rng(0)
     for _ in range(2):
         gradients = rng.uniform(-largest, largest, (replicas, 64, 128)).astype(np.float16)
         with np.errstate(over="ignore"):
-            average = simulator.step([{"m": each} for each in gradients])["m"]
+            given = [{"m": each, "scalar": each[0, 0]} for each in gradients]
+            average = simulator.step(given)["m"]
         assert np.isfinite(average).all()
         errors = [state.tensors["m"]["error"] for state in simulator.states]
         assert all(np.isfinite(error).all() for error in errors)
