@@ -298,7 +298,7 @@ def test_on_shards_a_state_that_does_not_fit_is_refused_and_changes_nothing(worl
     of_adam.step()
     stray = {**whole, "state": whole["state"] | {99: {}}}
     for words, optimizer, state in (
-        ("only in the state 'scale', only here 'gain'", renamed, whole),
+        ("only in the state: 'scale', only here: 'gain'", renamed, whole),
         (
             "Muon cannot step with the state of parameter 'layers.0.weight'",
             zero,

@@ -23,14 +23,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.core.ops import Spec
-from gradwire.core.text.wording import some
 from gradwire.core.zero.sharding import shard_by_parameter
 from gradwire.torch_backend.fsdp.layout import local_part
 from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.setup.sharded_models import is_dtensor
 from gradwire.torch_backend.zero.arguments import agreed_on, are_made_up
 from gradwire.torch_backend.zero.rules import Mixture, Rule
-from gradwire.torch_backend.zero.state import MASTER
+from gradwire.torch_backend.zero.state import MASTER, difference_of
 
 
 @dataclass(frozen=True)
@@ -443,9 +442,7 @@ class OnShards(Mixture):
                 theirs = {**theirs, "params": [named[n] for n in own]}
             elif named and not are_made_up(named) and not are_made_up(own):
                 raise ValueError(
-                    "the state is of other parameters: only in the state"
-                    f" {some(sorted(named.keys() - {*own}))}, only here"
-                    f" {some(sorted({*own} - named.keys()))}"
+                    f"the state is of other parameters: {difference_of([[*named]], [own])}"
                 )
             ordered.append({**theirs, "param_names": own})
         return ordered

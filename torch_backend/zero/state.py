@@ -176,7 +176,7 @@ def load_shard(saved: Mapping[str, Any], shard: Shard) -> tuple[dict[str, Any], 
     names = [list(group["params"]) for group in groups]
     if names != shard.group_names:
         raise ValueError(
-            f"the state is of other parameters: {_difference(names, shard.group_names)}"
+            f"the state is of other parameters: {difference_of(names, shard.group_names)}"
         )
     masters: dict[str, Tensor] = {}
     state: dict[int, dict[str, Any]] = {}
@@ -220,7 +220,7 @@ def _of_shard(
     ):
         raise ValueError(
             "the state is of other parameters:"
-            f" {_difference([list(saved['tensors'])], [list(shard.pieces)])}, or of other shapes"
+            f" {difference_of([list(saved['tensors'])], [list(shard.pieces)])}, or of other shapes"
         )
     return _groups(saved["shared"]["param_groups"]), saved["tensors"]
 
@@ -379,7 +379,9 @@ def _divided(shards: Shards) -> str | dict[str, str]:
     return {name: "element" if shards.in_pieces(name) else "parameter" for name in shards.specs}
 
 
-def _difference(theirs: Sequence[Sequence[str]], ours: Sequence[Sequence[str]]) -> str:
+def difference_of(theirs: Sequence[Sequence[str]], ours: Sequence[Sequence[str]]) -> str:
+    """What a state's groups of names have that an optimizer's have not, and the reverse, in
+    words."""
     a, b = ({n for names in groups for n in names} for groups in (theirs, ours))
     if a == b:
         return "the same names in other groups or in another order"
