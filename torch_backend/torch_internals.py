@@ -159,6 +159,13 @@ def add_gradient_hook(
     return hooks, handle.id
 
 
+def step_unseen(optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer that stands in for another, without hooks on the steps of all optimizers:
+    who counts steps would count it."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward pass."""
     return _graph_task() != -1

@@ -27,6 +27,7 @@ from gradwire.core.zero.sharding import shard_by_parameter
 from gradwire.torch_backend.fsdp.layout import local_part
 from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.setup.sharded_models import is_dtensor
+from gradwire.torch_backend.torch_internals import step_unseen
 from gradwire.torch_backend.zero.arguments import agreed_on, are_made_up
 from gradwire.torch_backend.zero.rules import Mixture, Rule
 from gradwire.torch_backend.zero.state import MASTER, difference_of
@@ -400,9 +401,14 @@ class OnShards(Mixture):
             for number, own in state_dict["state"].items()
         }
         for rule, group in zip(self._rules, state_dict["param_groups"], strict=True):
-            for number in group["params"]:
-                if state.get(number):
-                    self._require_served(rule, of_number[number], group, state[number])
+            # the first of each kind: what is tried out is no larger than that
+            kinds = {
+                (of_number[number].ndim, of_number[number].dtype, *sorted(state[number])): number
+                for number in reversed(group["params"])
+                if state.get(number)
+            }
+            for number in kinds.values():
+                self._require_served(rule, of_number[number], group, state[number])
         super().load_state_dict({**state_dict, "state": state})
 
     def _require_served(
@@ -446,10 +452,3 @@ class OnShards(Mixture):
                 )
             ordered.append({**theirs, "param_names": own})
         return ordered
-
-
-def step_unseen(optimizer: torch.optim.Optimizer) -> None:
-    """Step an optimizer that stands in for another, without hooks on the steps of all optimizers:
-    who counts steps would count it."""
-    step: Any = type(optimizer).step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, TimeRemainingColumn
 
-from gradwire.cli.models import BadArgument, load_callable, raised_by, require_folder
+from gradwire.cli.models import BadArgument, load_callable, place_of_users, require_folder
 from gradwire.comparing import Stopped, compare
 from gradwire.core.advise.compare.comparison import Comparison
 from gradwire.core.advise.probe import ALL, Probe
@@ -152,10 +152,12 @@ def print_comparison(
                 progress=on_step,
             )
         except (TypeError, ValueError, OSError) as error:
-            said = raised_by(error, training)
-            if isinstance(error, OSError) and said == f"{training}: {error}":
+            if place := place_of_users(error):
+                said = f"{training} raised {type(error).__name__}: {error} (at {place})"
+                raise BadArgument(said) from error
+            if isinstance(error, OSError):
                 raise  # of what is written here
-            raise BadArgument(said) from error
+            raise BadArgument(f"{training}: {error}") from error
         except Stopped as stopped:
             found, status = stopped.comparison, INTERRUPTED
             if not found.runs.done:

@@ -147,9 +147,9 @@ def _whose(error: BaseException, module: str) -> str:
     return f"to import {module} {kind} {error} (at {own[-1] if own else where[-1]}); {fix}"
 
 
-def raised_by(error: BaseException, text: str) -> str:
-    """What somebody's function, which is called `text`, has raised, and where; or what gradwire
-    says of it."""
+def place_of_users(error: BaseException) -> str:
+    """The place, "file:line", at which somebody's function that gradwire has called has raised
+    this; "" if gradwire has."""
     ours = tuple(
         folder
         for room in ("", ".core", ".torch_backend", ".jax_backend")
@@ -159,9 +159,7 @@ def raised_by(error: BaseException, text: str) -> str:
     frames = _frames(error)
     last = max((i for i, (file, _) in enumerate(frames) if file.startswith(ours)), default=-1)
     own = [f"{f}:{n}" for f, n in frames[last + 1 :] if not f.startswith(_installed())]
-    if not own:
-        return f"{text}: {error}"
-    return f"{text} raised {type(error).__name__}: {error} (at {own[-1]})"
+    return own[-1] if own else ""
 
 
 def _frames(error: BaseException) -> list[tuple[str, int]]:
